@@ -4,6 +4,7 @@ make and settle are trainer.Trainer and strategies.settle, which stand above thi
 """
 
 from harness.batches import end_workers
+from harness.ranks import Ranks
 from harness.schedule import lr_factor
 from lowprec.advice.command import whole_number
 from lowprec.errors import Refused
@@ -51,6 +52,8 @@ def main(words, make, settle, table, subject_of):
     """The exit status of `train.py --trial` with these words. table: of all flags; subject_of(run, name):
     what advise is asked about.
     """
+    if Ranks().world > 1:
+        raise Refused("--trial is the work of one process: start it by python, not by torchrun")
     parser = command.build_trial_parser("train.py --trial", HELP)
     parser.add_argument("--trial_steps", type=whole_number, help="of a training; default: a tenth of --steps")
     args, rest = parser.parse_known_args(words)
@@ -68,6 +71,7 @@ def main(words, make, settle, table, subject_of):
 
     name = " ".join(["python train.py", *rest])
     out = args.out or f"trial-{whole.config.name}.json"
+    command.check_out(out)
     answer = run_trial(
         trained,
         subject_of(whole, name),

@@ -10,7 +10,7 @@ from ..errors import Refused
 from ..machine import quiet_import
 from .book import CHAOS, Book, Row
 
-HEADER = ["recipe", "bytes a parameter", "seconds a step", "change [interval], %", "pairs"]
+HEADER = ["recipe", "bytes a parameter", "seconds a step", "change [interval], %", "of it writes, %", "pairs"]
 HEADER += ["foreseen", "verdict"]
 
 
@@ -42,6 +42,7 @@ class Answer:
             "",
             "change: of the held-out loss, in percent of the reference's; plus is worse. In brackets a 95 % "
             "interval, widened for several looks.",
+            "of it writes: what it costs beyond bf16, which is autocast: the same products, of fp32 weights.",
             f"{CHAOS}: of one weight of the reference. What changes there, chaos changes.",
         ]
         for recipe, why in book.left_out.items():
@@ -49,28 +50,24 @@ class Answer:
         return "\n".join(lines)
 
     def _cells(self, row):
-        change = "-" if row.change is None else f"{row.change:+.2f}"
-        if row.low is not None:
-            change += f" [{row.low:+.2f}, {row.high:+.2f}]"
         size = row.bytes / self.book.plan["parameters"]
-        cells = [row.recipe, f"{size:.3g}", f"{row.seconds:.3g}", change, str(row.pairs)]
+        change = _interval(row.change, row.low, row.high)
+        writes = _interval(row.writes, row.writes_low, row.writes_high)
+        cells = [row.recipe, f"{size:.3g}", f"{row.seconds:.3g}", change, writes, str(row.pairs)]
         return [*cells, row.foreseen or "-", row.verdict]
 
     def draw(self, file: str | Path) -> None:
         """Write FILE.png: the change that each recipe makes, with its interval and its pairs. Raises Refused
         for a file that can't be written.
         """
-        quiet_import("matplotlib", "a trial's picture")
-        from matplotlib.figure import Figure
-
         rows = self.rows
-        figure = Figure(figsize=(8, 1.3 + 0.4 * len(rows)), layout="constrained")
+        figure = figure_class()(figsize=(8, 1.3 + 0.4 * len(rows)), layout="constrained")
         axes = figure.subplots()
         within = self.book.within
         axes.axvspan(-within, within, color="lightgrey", label=f"± {within:g} %")
         axes.axvline(0, color="black", linewidth=0.5)
         for place, row in enumerate(rows):
-            changes = self.book.changes(row.recipe)
+            changes = list(self.book.changes(row.recipe).values())
             axes.plot(changes, [place] * len(changes), "|", color="tab:blue", markersize=10)
             if row.low is not None:
                 sides = [[row.change - row.low], [row.high - row.change]]
@@ -85,3 +82,14 @@ class Answer:
             figure.savefig(file, dpi=120)
         except OSError as error:
             raise Refused(f"can't write {file}: {error.strerror}; name another file") from None
+
+
+def figure_class() -> Any:
+    """matplotlib's Figure. Raises Refused without that package."""
+    return quiet_import("matplotlib.figure", "a trial's picture").Figure
+
+
+def _interval(mean, low, high):
+    if mean is None:
+        return "-"
+    return f"{mean:+.2f}" if low is None else f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"

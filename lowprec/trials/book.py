@@ -14,6 +14,7 @@ from ..errors import Refused, first_line
 from .intervals import LEVEL_OF_A_LOOK, Mean, mean_at_level
 
 FORMAT = 1
+REFERENCE, AUTOCAST = "fp32", "bf16"  # as evidence.recipe_key writes them
 CHAOS = "a last bit moved"  # the arm that is the reference but for a last bit of one weight
 
 
@@ -21,7 +22,8 @@ class Row(NamedTuple):
     """One recipe beside the reference. bytes: of weights, gradients, states and average; seconds: the median
     of a step's. change, low and high: of the held-out loss, in percent of the reference's, with the ends of
     the interval, None with fewer than two pairs. pairs: of trainings; diverged: how many of these did.
-    foreseen: from one run of the reference, in words.
+    writes, writes_low and writes_high: the same beyond autocast, which has the same products and writes fp32
+    weights; None for a recipe of fp32 weights. foreseen: from one run of the reference, in words.
     """
 
     recipe: str
@@ -30,6 +32,9 @@ class Row(NamedTuple):
     change: float | None
     low: float | None
     high: float | None
+    writes: float | None
+    writes_low: float | None
+    writes_high: float | None
     pairs: int
     diverged: int
     foreseen: str
@@ -87,23 +92,28 @@ class Book:
 
     def pairs(self, recipe: str) -> int:
         """How many seeds both the recipe and the reference were trained with."""
-        return len(self.runs.get(recipe, {}).keys() & self.runs.get(self.reference, {}).keys())
+        return len(self.changes(recipe))
 
-    def changes(self, recipe: str) -> list[float]:
-        """Of the held-out loss in percent of the reference's, a pair each; infinite where it diverged."""
-        found = []
+    def changes(self, recipe: str) -> dict[str, float]:
+        """{seed: change of the held-out loss in percent of the reference's}; infinite where it diverged."""
+        found = {}
         for seed, result in self.runs.get(recipe, {}).items():
-            base = self.runs[self.reference].get(seed)
+            base = self.runs.get(self.reference, {}).get(seed)
             if base is not None:
-                found.append(100 * (result["loss"] / base["loss"] - 1) if "loss" in result else math.inf)
+                found[seed] = 100 * (result["loss"] / base["loss"] - 1) if "loss" in result else math.inf
         return found
 
-    def mean(self, recipe: str) -> Mean | None:
-        """The mean change at the level of a look; None with fewer than two pairs, and where one diverged."""
+    def mean(self, recipe: str, beyond: str = "") -> Mean | None:
+        """The mean change at the level of a look, or how far it lies beyond another recipe's; None with fewer
+        than two pairs, and where one diverged.
+        """
         changes = self.changes(recipe)
-        if len(changes) < 2 or not all(map(math.isfinite, changes)):
+        if beyond:
+            others = self.changes(beyond)
+            changes = {seed: change - others[seed] for seed, change in changes.items() if seed in others}
+        if len(changes) < 2 or not all(map(math.isfinite, changes.values())):
             return None
-        return mean_at_level(changes, LEVEL_OF_A_LOOK)
+        return mean_at_level(list(changes.values()), LEVEL_OF_A_LOOK)
 
     @property
     def wall(self) -> float:
@@ -117,20 +127,23 @@ class Book:
         return [self._row(recipe) for recipe in self.runs if recipe != self.reference]
 
     def _row(self, recipe):
-        results, changes, mean = self.results(recipe), self.changes(recipe), self.mean(recipe)
-        diverged = sum(map(math.isinf, changes))
-        change = mean.mean if mean else changes[0] if len(changes) == 1 and not diverged else None
+        changes, mean = list(self.changes(recipe).values()), self.mean(recipe)
+        diverged = changes.count(math.inf)
+        writes = self.mean(recipe, AUTOCAST) if recipe.startswith("pure_bf16") else None
         return Row(
-            recipe,
-            results[0]["bytes"],
-            self.seconds.get(recipe, self.seconds[self.reference]),
-            change,
-            mean and mean.low,
-            mean and mean.high,
-            len(changes),
-            diverged,
-            self.foreseen.get(recipe, ""),
-            verdict(mean, diverged, len(changes), self.within),
+            recipe=recipe,
+            bytes=self.results(recipe)[0]["bytes"],
+            seconds=self.seconds.get(recipe, self.seconds[self.reference]),
+            change=statistics.fmean(changes) if changes and not diverged else None,
+            low=mean and mean.low,
+            high=mean and mean.high,
+            writes=writes and writes.mean,
+            writes_low=writes and writes.low,
+            writes_high=writes and writes.high,
+            pairs=len(changes),
+            diverged=diverged,
+            foreseen=self.foreseen.get(recipe, ""),
+            verdict=verdict(mean, diverged, len(changes), self.within),
         )
 
     def losses(self) -> tuple[float, float]:
@@ -170,7 +183,7 @@ def evidence_of(file: str | Path) -> dict[str, evidence.NearestRow]:
     plan = found["plan"]
     rows = {}
     for row in map(Row._make, (one.values() for one in found["rows"])):
-        if row.low is None or found["reference"] != evidence.FP32:
+        if row.low is None or found["reference"] != REFERENCE:
             continue
         measured = evidence.EvidenceRow(
             kind="net",
@@ -211,4 +224,4 @@ def verdict(mean: Mean | None, diverged: int, pairs: int, within: float) -> str:
         return f"{side}, by less than {within:g} %"
     if side:
         return f"{side}, by {min(abs(mean.low), abs(mean.high)):.2g} % or more"
-    return f"no change of {within:g} % or more" if small else "not told apart yet"
+    return f"no change of {within:g} % or more" if small else "not told apart from the reference"

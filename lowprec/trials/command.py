@@ -10,7 +10,7 @@ from typing import Any
 from ..advice.command import AdviceParser, whole_number
 from ..advice.subjects import run_file
 from ..errors import Refused
-from .answer import Answer
+from .answer import Answer, figure_class
 from .training import usual_schedule
 from .trial import USUAL_RECIPES, trial
 
@@ -61,6 +61,13 @@ def build_trial_parser(prog: str, description: str = HELP) -> argparse.ArgumentP
     return parser
 
 
+def check_out(out: str) -> None:
+    """Raises Refused for an --out that is no FILE.json, and without matplotlib."""
+    if Path(out).suffix != ".json" or not Path(out).resolve().parent.is_dir():
+        raise Refused(f"--out {out}: write FILE.json, in a folder that there is")
+    figure_class()
+
+
 def shown(answer: Answer, out: str, as_json: bool) -> int:
     """Print an answer and draw it beside its file; the exit status."""
     picture = Path(out).with_suffix(".png")
@@ -83,6 +90,7 @@ def main(argv: list[str], prog: str = "python -m lowprec trial") -> int:
     if args.lr is not None:
         options["lr"] = args.lr
     out = args.out or f"trial-{Path(args.file).stem}.json"
+    check_out(out)
     answer = trial(
         *(getattr(mine, name) for name in ASKED),
         recipes=args.recipes,

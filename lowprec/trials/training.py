@@ -85,7 +85,7 @@ class Training:
         seed_everything(stream(seed, Stream.INIT))
         net = problem.net()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        net = net.to(self.device)
+        net = net.to(self.device).train()
         if problem.weights is not None:
             load_weights(net, problem.weights)
         options = {"ema_decay": None, **problem.options, "seed": seed}

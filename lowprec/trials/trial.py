@@ -32,12 +32,11 @@ from ..machine import quiet_import
 from ..recipes import recipe
 from ..watch.checkpoints import read_checkpoint
 from .answer import Answer
-from .book import CHAOS, Book, is_settled
+from .book import AUTOCAST, CHAOS, REFERENCE, Book, is_settled
 from .foresee import foresee
 from .intervals import LOOKS, pairs_needed
 from .training import Problem, Training, move_a_last_bit, seed_everything, usual_schedule
 
-REFERENCE, AUTOCAST = "fp32", "bf16"  # as evidence.recipe_key writes them
 # beside autocast, where nobody names any: the ways to write bf16 weights that differ most
 USUAL_RECIPES = ("pure_bf16+stochastic", "pure_bf16+master=split", "pure_bf16")
 LEAST_FALL = 0.01  # of the reference's loss, as a share: below that it has learnt too little to tell
@@ -121,7 +120,8 @@ def trial(
     quiet: bool = False,
     **options: Any,
 ) -> Answer:
-    """What each recipe costs on a net: its change of the held-out loss against fp32's, tried in little.
+    """What each recipe costs on a net: its change of the held-out loss against fp32's, tried in little. Seeds
+    the global generators of torch, Python and numpy.
 
     Args:
         build: makes the net, an nn.Module; torch's global generator, which draws its initial weights, is
@@ -194,8 +194,8 @@ def run_trial(
     arms, book.left_out = arms_of(recipes, subject, batch)
     book.reference = arms[0].name
     rounds = Rounds(make, arms, book, steps, seconds, seed)
-    with torch.random.fork_rng():
-        rounds.run(quiet)
+    book.write()  # what can't be written is refused now
+    rounds.run(quiet)
     return Answer(book)
 
 
@@ -256,10 +256,10 @@ class Rounds:
         return seed, [arm for arm in (reference, *waiting) if self.book.result(arm.name, seed) is None]
 
     def _is_done(self, arm):
-        pairs = self.book.pairs(arm.name)
-        if arm.name in self.book.left_out or math.inf in self.book.changes(arm.name) or pairs >= LOOKS[-1]:
+        changes = self.book.changes(arm.name)
+        if arm.name in self.book.left_out or math.inf in changes.values() or len(changes) >= LOOKS[-1]:
             return True
-        return pairs in LOOKS and is_settled(self.book.mean(arm.name), self.book.within)
+        return len(changes) in LOOKS and is_settled(self.book.mean(arm.name), self.book.within)
 
     @contextmanager
     def _or_left_out(self, arm):
