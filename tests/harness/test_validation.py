@@ -79,9 +79,8 @@ def test_looking_changes_no_bit_of_the_training():
     assert "validation" not in summary("blind") and not Path("runs/blind/best.pt").exists()
 
 
-@pytest.mark.parametrize("task", ["rflow", "ddpm"])
-def test_a_task_without_a_measure_of_its_own_watches_the_held_out_loss(task):
-    assert quick("--task", task, "--validate_every", 2) == 0
+def test_a_task_without_a_measure_of_its_own_watches_the_held_out_loss():
+    assert quick("--task", "ddpm", "--validate_every", 2) == 0
     assert [row["step"] for row in metrics() if row.get("heldout_loss", 0) > 0] == [2, 4]
     assert summary()["validation"]["watched"] == "loss"
 

@@ -257,26 +257,17 @@ def test_it_learns_digits(capsys):
 
 
 RECIPES = {
-    "fp32": "",
-    "bf16": "--bf16",
     "fp16": "--fp16",
-    "nearest": "--pure_bf16",
-    "stochastic": "--pure_bf16 --stochastic",
-    "kahan": "--pure_bf16 --kahan",
-    "both": "--pure_bf16 --kahan --stochastic",
-    "split": "--pure_bf16 --master split",
     "8 bits": "--pure_bf16 --stochastic --opt8bit",
-    "4 bits": "--opt4bit",
     "sites": "--pure_bf16 --set ema=bf16 --set islands=norm+final --set generation=fp32",
     "buffers": "--pure_bf16 --kahan --set buffers=bf16 --set loss=bf16",
     "decay": "--weight_decay 0.1 --lr_schedule cosine --accumulate 2",
 }
 LINEAR = {
-    "fp8": "--fp8 --fp8_backend emulate",
     "pure fp8": "--pure_bf16 --stochastic --fp8 --fp8_backend emulate",
     "sparse": "--sparse24 srste",
 }
-PACKAGES = {"8 bits": "bitsandbytes", "4 bits": "torchao"}
+PACKAGES = {"8 bits": "bitsandbytes"}
 
 
 @pytest.mark.parametrize("net", ["cnn", "vit"])

@@ -320,16 +320,9 @@ def test_training_lowers_the_loss_and_says_tokens_a_second(kind, capsys):
 
 
 RECIPES = {
-    "bf16": ["--bf16"],
     "fp16": ["--fp16"],
-    "nearest": ["--pure_bf16"],
-    "stochastic": ["--pure_bf16", "--stochastic"],
-    "kahan": ["--pure_bf16", "--kahan"],
-    "split": ["--pure_bf16", "--master", "split"],
-    "islands": ["--pure_bf16", "--stochastic", "--set", "islands=embed"],
+    "islands": ["--pure_bf16", "--kahan", "--set", "islands=embed"],
     "bf16 8-bit": ["--bf16", "--opt8bit"],
-    "stochastic 4-bit": ["--pure_bf16", "--stochastic", "--opt4bit"],
-    "fp8 8-bit": ["--fp8", "--opt8bit", "--fp8_backend", "emulate"],
     "fp8 rowwise": [
         "--pure_bf16",
         "--stochastic",

@@ -225,13 +225,9 @@ def test_the_autoencoder_learns_and_shows_images_above_reconstructions(trained):
     "flags",
     [
         "--fp16",
-        "--pure_bf16 --stochastic --set islands=norm+final",
+        "--pure_bf16 --stochastic --opt8bit --set islands=norm+final",
         "--pure_bf16 --kahan --adversarial 0.1",
-        "--pure_bf16 --master split",
-        "--opt8bit",
-        "--pure_bf16 --stochastic --opt4bit",
         "--fp8 --fp8_backend emulate",
-        "--sparse24 srste",
         "--set loss=bf16 --perceptual 0.1 --set perceptual=bf16 --adversarial 0.1",
     ],
 )
@@ -245,9 +241,7 @@ def test_every_recipe_trains_the_autoencoder(flags, few):
     "flags",
     [
         "--bf16 --set vae_encode=autocast --set vae_decode=bf16",
-        "--pure_bf16 --stochastic --model dit",
-        "--task ddpm --sample_steps 2 --opt8bit",
-        "--task ddpm --sample_steps 2 --model dit --fp8 --fp8_backend emulate",
+        "--task ddpm --sample_steps 2 --model dit --pure_bf16 --stochastic",
         "--fp16 --set vae_decode=fp16",
     ],
 )

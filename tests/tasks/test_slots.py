@@ -330,14 +330,10 @@ def test_the_net_runs_at_its_published_size_on_shapes_alone(name, flags):
 STOCHASTIC = "--pure_bf16 --stochastic"
 RECIPES = [
     ("steve", "--pure_bf16 --set softmax=bf16 --set logits=bf16 --set recurrent=bf16 --set gumbel=bf16"),
-    ("steve", f"{STOCHASTIC} --fp8 --fp8_backend emulate"),
-    ("steve", f"{STOCHASTIC} --opt8bit --sparse24 srste"),
-    ("steve", "--fp16"),
+    ("steve", f"{STOCHASTIC} --fp8 --fp8_backend emulate --opt8bit"),
     ("slotcontrast", "--bf16 --set softmax=bf16 --set logits=bf16 --set recurrent=bf16"),
-    ("slotcontrast", f"{STOCHASTIC} --fp8 --fp8_backend emulate"),
     ("slotcontrast", "--pure_bf16 --kahan --set islands=norm+final"),
-    ("slotcontrast", "--pure_bf16 --master split --sparse24 srste"),
-    ("slotcontrast", "--opt4bit --stochastic"),
+    ("slotcontrast", "--fp16 --sparse24 srste"),
 ]
 
 
@@ -345,8 +341,6 @@ RECIPES = [
 def test_recipes_run(name, flags):
     if "opt8bit" in flags:
         pytest.importorskip("bitsandbytes")
-    if "opt4bit" in flags:
-        pytest.importorskip("torchao")
     assert cli.command(*typed(name), "--name", "run", "--steps", 2, *flags.split()) == 0
     scores = cli.summary()["scores"]["ema"]
     assert all(math.isfinite(value) for value in scores.values())
@@ -394,7 +388,7 @@ def test_clips_without_masks_train_and_show_and_have_no_mask_scores():
     "flags, said",
     [
         (["--task", "steve", "--image_size", 18], "patches of 4; use 16"),
-        (["--task", "steve", "--size", "small"], "no size 'small'"),
+        (["--task", "steve", "--size", "small"], "unknown size 'small' for steve"),
         (["--task", "steve", "--model", "unet"], "no model 'unet'"),
         (["--task", "steve", "--data", "digits"], "learns from clips"),
         (["--task", "steve", "--set", "gumbel=fp16"], "'fp16' is no value of gumbel"),
