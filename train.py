@@ -35,11 +35,11 @@ if __name__ == "__main__":  # not where it is imported: importing the libraries 
 
 import strategies
 from harness import batch_size, code
-from harness.advice import advice_lines
+from harness.advice import advice_lines, late_average
 from harness.checkpoints import read as read_checkpoint
 from harness.ending import ended_by, line_and_status
 from harness.flags import OneLineParser, read_yaml
-from harness.printing import print_head, print_ledger, print_scores, print_summary, start_here
+from harness.printing import late_scores, print_head, print_ledger, print_scores, print_summary, start_here
 from harness.ranks import Ranks, leave, speaks_first, write_error_file
 from lowprec import check
 from lowprec.errors import Forgiving, Refused, end_of_reader
@@ -164,6 +164,8 @@ def train(given, command, dry=False, whole_ledger=False):
     summary = trainer.fit()
     if trainer.ranks.main:
         print_scores(trainer.task, summary["scores"], summary["reference"])
+        if late_average(trainer.config) and trainer.config.weights == "ema":
+            print(late_scores(late_average(trainer.config), trainer.folder))
         kind, _ = trainer.task.items
         print_summary(summary, trainer.device, kind, trainer.folder, trainer.config.runs)
         if trainer.was_finished:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from harness import code, initial, shards
-from harness.advice import check_processes, recipe_notes
+from harness.advice import check_processes, late_average, recipe_notes, smaller_run
 from harness.batches import end_workers, read_batches
 from harness.checkpoints import check_optimizer, fitting
 from harness.ending import Stopped, StopRequest, check_loss, check_weights, what_is_kept
@@ -342,7 +342,9 @@ class Trainer:
     def _bar(self):
         c = self.config
         compiles = self.precision.optimizer.compiled
-        return Progress(c.name, self.step, c.steps, hidden=not self.ranks.main, compiles=compiles)
+        smaller = smaller_run(c, getattr(self.data, "image_size", 0))
+        hidden = not self.ranks.main
+        return Progress(c.name, self.step, c.steps, hidden, compiles or c.compile, smaller)
 
     def _log_interval(self, report, looking, clock, bar):
         """A line of metrics.jsonl for the steps since the last one; `looking`: with held-out scores."""
@@ -513,6 +515,8 @@ class Trainer:
         summary[f"{kind}_per_second"] = images_per_second * number
         if self.validation.every:
             summary["validation"] = self.validation.json()
+        if late_average(c) and c.weights == "ema" and not self.ranks.spread:
+            self.folder.show(self.task.preview(self._drawing("raw"), self._fixed_rng()), "last", self.step)
         if c.export:
             self.export(c.export)
         self.folder.close()

@@ -71,6 +71,25 @@ def _draws_noise(config, recipe):
     return "stochastic" in writes or recipe.master == "split8" or gradients_of_fp4
 
 
+def smaller_run(c, image_size):
+    """Flags with which a step takes less, as a text. image_size: of the data, 0 where they are no images."""
+    words = []
+    if image_size > 32:
+        words.append("--image_size 32")
+    if c.size not in (None, "tiny"):
+        words.append("--size tiny")
+    if c.batch_size > 16:
+        words.append("--batch_size 16")
+    return f"try {' '.join(words) or '--steps 1000'}"
+
+
+def late_average(c):
+    """The share of the initial weights in the average that is scored, where it is large; else 0."""
+    share = c.ema_decay**c.steps
+    late = share > LATE_AVERAGE and c.ema_decay < 1 and not c.ema_warmup
+    return share if late else 0.0
+
+
 def advice_lines(c, recipe, device, first_look, params):
     """What would make a run faster or its result better: a line each. first_look: steps until the first look
     at held-out data, 0 for none; params: of the net.
@@ -86,9 +105,8 @@ def advice_lines(c, recipe, device, first_look, params):
         flag = "--early_stop" if c.early_stop else "--validate_every"
         late = f"the first look is after {first_look:,} steps, and --steps is {c.steps:,}"
         found.append(f"{flag} never looks at held-out data: {late}; use a smaller --validate_every")
-    initial_share = c.ema_decay**c.steps
-    if initial_share > LATE_AVERAGE and c.ema_decay < 1 and not c.ema_warmup:
-        late = f"after {c.steps:,} steps the average that is scored and drawn holds {initial_share:.0%}"
+    if share := late_average(c):
+        late = f"after {c.steps:,} steps the average that is scored and drawn holds {share:.0%}"
         found.append(f"--ema_decay {c.ema_decay:g}: {late} of the initial weights; add --ema_warmup")
     if c.optimizer == "adafactor" and c.least_rms is None:
         zeros = _matrices_of_zeros(params)

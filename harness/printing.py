@@ -32,8 +32,14 @@ def _widths(rows):
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
-def score_table(scores, reference, unprinted=()):
-    """Scores of each source of weights beside the floor (real images) and the ceiling (noise)."""
+def score_table(scores, reference, unprinted=(), distances=()):
+    """Scores of each source of weights beside the floor (real images) and the ceiling (noise). Of `distances`
+    those are left out, and named, whose floor lies above the ceiling.
+    """
+    idle = []
+    if reference:
+        floor, ceiling = reference["floor"], reference["ceiling"]
+        idle = [name for name in distances if floor.get(name, 0) > ceiling.get(name, 0)]
     columns = dict(scores)
     if reference:
         columns["real (floor)"] = reference["floor"]
@@ -41,7 +47,7 @@ def score_table(scores, reference, unprinted=()):
     rows = [["score", *columns]]
     first_source = next(iter(scores.values()))
     for name, value in first_source.items():
-        if name in unprinted:
+        if name in unprinted or name in idle:
             continue
         found = [column.get(name) for column in columns.values()]
         if not isinstance(value, list):
@@ -50,7 +56,11 @@ def score_table(scores, reference, unprinted=()):
         for i in range(len(value)):
             of_class = [one[i] if isinstance(one, list) else one for one in found]
             rows.append([f"{name} of class {i}", *map(_number, of_class)])
-    return layout(rows)
+    table = layout(rows)
+    if idle:
+        few = "by these real images are no nearer to the held-out ones than noise is: there are too few"
+        table += f"\nleft out: {', '.join(idle)}: {few}"
+    return table
 
 
 def _number(value):
@@ -146,11 +156,21 @@ def start_here(flags, reason):
 
 def print_scores(task, scores, reference):
     """The table of scores, and what else the task has to say."""
-    print(score_table(scores, reference, task.unprinted))
+    print(score_table(scores, reference, task.unprinted, task.distances))
     for source, found in scores.items():
         text = task.told(found)
         if text:
             print(f"\n{source}:\n{text}")
+
+
+def late_scores(share, folder):
+    """What is said beside scores of an average that holds this share of the initial weights."""
+    return (
+        f"\nThis is no result of the training: the average that was scored and drawn holds {share:.0%} of "
+        f"the initial weights.\n  {folder}/samples/last.png shows the last weights\n"
+        f"  python train.py --sample {folder} --weights raw scores them\n"
+        "  --ema_warmup lets the average of another run arrive"
+    )
 
 
 def print_summary(summary, device, kind, folder, runs):

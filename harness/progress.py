@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
+LONG_RUN = 2 * 3600  # seconds, from which on a run is said to take long
+
 
 class TrainingClock:
     """The seconds of training; what happens within `stopped` is not training. before: those of the run so
@@ -34,10 +36,12 @@ class TrainingClock:
 
 class Progress:
     """The bar of the steps. name: of the run; step: those done, of `steps`; compiles: whether the first step
-    compiles kernels, which takes long and is no part of the rate.
+    compiles kernels, which takes long and is no part of the rate. smaller: what makes steps faster, a text
+    that is said once where they take hours.
     """
 
-    def __init__(self, name, step, steps, hidden, compiles):
+    def __init__(self, name, step, steps, hidden, compiles, smaller):
+        self.compiles, self.smaller, self.began = compiles, smaller, time.perf_counter()
         self.bar = tqdm(total=steps, initial=step, unit="step", disable=hidden, dynamic_ncols=True, desc=name)
         self.figures = {}
         self.is_first_step = True
@@ -53,6 +57,16 @@ class Progress:
     def step(self):
         """A step is done."""
         self.bar.update()
+        now = time.perf_counter()
+        took, self.began = now - self.began, now
+        is_timed = not (self.is_first_step and self.compiles)
+        left = self.bar.total - self.bar.n
+        if is_timed and self.smaller and took * left > LONG_RUN:
+            hours = took * left / 3600
+            line = f"a step takes {took:.3g} s here, and {left:,} take {hours:.0f} hours: {self.smaller}"
+            self.bar.write(line, file=sys.stderr)
+        if is_timed:
+            self.smaller = ""
         if self.is_first_step:  # it compiled: the clock of the rate starts here
             self.bar.initial = self.bar.n
             self.bar.start_t = self.bar.last_print_t = time.time()

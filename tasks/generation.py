@@ -84,6 +84,16 @@ class Generation(Task):
             type=several,
             may=("sample",),
         ),
+        Flag(
+            "scores",
+            "full",
+            "final scores: full; fast ones need no net that is fitted to the data; or none",
+            "generation",
+            kind="extent",
+            choices=("full", "fast", "none"),
+            may=("sample",),
+            titled=True,
+        ),
         perceptual.PERCEPTUAL,
         *latent_space.LATENT_FLAGS,
         CONDITION_FLAG,
@@ -103,6 +113,7 @@ class Generation(Task):
     }
     implied = {"size": "tiny", "data": "digits"}
     unprinted = ("trace", "loss_by_timestep")
+    distances = ("frechet", "kid", "sliced_wasserstein")
     in_latents = True  # whether the task takes --vae
     takes_condition = True
     guard = {}  # sites of one kind of generation that the doctor keeps exact where it asks of another
@@ -112,7 +123,7 @@ class Generation(Task):
         super().__init__(data, recipe, config)
         self.space = latent_space.space_of_run(data, recipe, config)  # what the net sees: pixels, or latents
         # made when they are asked for first
-        self._judge = None
+        self._judge = self._scorer = None
         self._reference = None
         self._perceptual = None
 
@@ -219,7 +230,7 @@ class Generation(Task):
     def perceptual_distance(self, a, b):
         """fp32 [B]: perceptual distance of images [B, C, H, W], in the dtype of its site."""
         if self._perceptual is None:
-            net = self.judge(a.device).net
+            net = self.scorer(a.device)
             self._perceptual = perceptual.Perceptual(net, self.recipe.dtype("perceptual")).to(a.device)
         return self._perceptual(a, b)
 
@@ -270,17 +281,30 @@ class Generation(Task):
         return x.float()
 
     def preview(self, model, rng):
-        """A column a label, the same noise whenever the rng is the same."""
+        """A column a label, or a square without labels; the same noise whenever the rng is the same. The last
+        row is real.
+        """
         if self.config.condition != "none":
             return self._preview_of_conditions(model, rng)
         classes = self.data.num_classes
-        columns = max(1, classes) if classes <= 20 else 10
+        columns = (classes or PREVIEW_ROWS) if classes <= 20 else 10
         labels = torch.arange(columns).repeat(PREVIEW_ROWS).to(rng.device)
         if not classes:
             labels = torch.zeros_like(labels)
         noise = rng.normal(len(labels), *self.space.shape)
         drawn = self.sample(model, labels, noise, self.config.sample_steps)
-        return {"samples": picture(self.space.decode(drawn), columns)}
+        return {"samples": self._beside_real(self.space.decode(drawn).cpu(), columns)}
+
+    def _beside_real(self, images, columns):
+        """Images [N, C, H, W] as a picture, above a row of held-out ones: of the columns' labels where these
+        come in turn.
+        """
+        count = min(columns, len(self.data.heldout))
+        real, labels = metrics.subset(self.data.heldout, HELDOUT_IMAGES)
+        first = [int((labels == label).int().argmax()) for label in range(count)]
+        row = real[first] if columns == self.data.num_classes else real[:count]
+        gap = images.new_ones(-len(images) % columns, *images.shape[1:])  # white
+        return picture(torch.cat([images, gap, row]), columns)
 
     def _preview_of_conditions(self, model, rng):
         """Conditions of held-out images, below them what is drawn from them, below those the images."""
@@ -298,6 +322,8 @@ class Generation(Task):
         Scores also hold loss_by_timestep and the trace of ranges of the first images.
         """
         c = self.config
+        if c.scores == "none":
+            return {}, self.preview(model, rng)
         wanted, condition, originals = self._asked_for(rng.device)
         labels = wanted
         # drawn at once: torch's generator goes on elsewhere after a count that is no multiple of 16
@@ -320,6 +346,7 @@ class Generation(Task):
         scores = metrics.generation_scores(judge.net, images, wanted, judge.heldout_images)
         if originals is not None:
             scores["psnr"] = mean_psnr(images, originals)
+        if originals is not None and c.scores == "full":
             scores["distance"] = self.perceptual_distance(images, originals).mean().item()
         real, targets = self.heldout_images(rng.device)
         scores.update(self.space.scores(first, real))
@@ -328,7 +355,7 @@ class Generation(Task):
             given(model, condition), self.space.mean(real), real_labels, rng
         )
         scores["trace"] = trace
-        return scores, {"samples": picture(images[: 10 * PREVIEW_ROWS], 10)}
+        return scores, {"samples": self._beside_real(images[: 10 * PREVIEW_ROWS], 10)}
 
     def _asked_for(self, device):
         """(labels, conditions, originals) of the images to score, the last two None without --condition."""
@@ -344,6 +371,8 @@ class Generation(Task):
         """{"floor": scores of real training images, "ceiling": scores of noise}, against the held-out ones,
         with the labels of the samples.
         """
+        if self.config.scores == "none":
+            return {}
         if self._reference is None:
             wanted = self.wanted_labels(self.config.samples, "cpu")
             judge = self.judge()
@@ -357,12 +386,19 @@ class Generation(Task):
         if self._judge is None:
             c = self.config
             data = self.data
-            net = metrics.yardstick(data, f"{c.runs}/feature_nets").to(metrics.device_of_scores(device))
+            net = self.scorer(device) if c.scores == "full" else None
             train_images, train_labels = metrics.subset(data.train, 2 * c.samples)  # enough of each class
             if not data.num_classes:
                 train_labels = None
             self._judge = Judge(net, train_images, train_labels, *metrics.subset(data.heldout))
         return self._judge
+
+    def scorer(self, device="cpu"):
+        """The feature net of this task's data."""
+        if self._scorer is None:
+            net = metrics.yardstick(self.data, f"{self.config.runs}/feature_nets")
+            self._scorer = net.to(metrics.device_of_scores(device))
+        return self._scorer
 
     def wanted_labels(self, count, device):
         """int64 [count]: labels to draw, in the held-out images' proportions."""
@@ -389,7 +425,7 @@ class Generation(Task):
 class Judge(NamedTuple):
     """What samples are scored with: a feature net, and real images [N, C, H, W] with labels int64 [N]."""
 
-    net: metrics.FeatureNet
+    net: metrics.FeatureNet | None  # of full scores
     train_images: torch.Tensor
     train_labels: torch.Tensor | None  # of a set without classes
     heldout_images: torch.Tensor

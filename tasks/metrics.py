@@ -193,9 +193,10 @@ def pixel_stats(images: torch.Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def generation_scores(
-    net: FeatureNet, samples: torch.Tensor, labels: torch.Tensor | None, heldout_images: torch.Tensor
+    net: FeatureNet | None, samples: torch.Tensor, labels: torch.Tensor | None, heldout_images: torch.Tensor
 ) -> dict[str, float | None]:
     """Scores of samples [N, C, H, W] wanted as labels int64 [N], against held-out real images [M, C, H, W].
+    Without a net those alone that need none.
 
     frechet, kid, sliced_wasserstein: lower is better. label_accuracy: share that the net reads as wanted;
     None without labels or with a self-supervised net. pixel_min, _max, _mean, _std, _outside: of the samples
@@ -206,26 +207,24 @@ def generation_scores(
     """
     images = samples.detach().float()
     images = images.clamp(-1, 1).masked_fill(~images.isfinite(), math.nan)
-    features = net.features_of(images)
-    real = net.features_of(heldout_images)
-    accuracy = None
-    if labels is not None and net.supervised:
-        logits = net.classify(features)
-        right = (logits.argmax(1) == labels.to(logits.device)) & logits.isfinite().all(1)
-        accuracy = right.double().mean().item()
-    scores = {
-        "frechet": frechet_distance(features, real),
-        "kid": kid(features, real),
-        "label_accuracy": accuracy,
-        "sliced_wasserstein": sliced_wasserstein(images, heldout_images),
-    }
+    scores = {}
+    if net is not None:
+        features = net.features_of(images)
+        real = net.features_of(heldout_images)
+        scores = {"frechet": frechet_distance(features, real), "kid": kid(features, real)}
+        scores["label_accuracy"] = None
+        if labels is not None and net.supervised:
+            logits = net.classify(features)
+            right = (logits.argmax(1) == labels.to(logits.device)) & logits.isfinite().all(1)
+            scores["label_accuracy"] = right.double().mean().item()
+    scores["sliced_wasserstein"] = sliced_wasserstein(images, heldout_images)
     for name, value in pixel_stats(samples).items():
         scores[f"pixel_{name}"] = value
     return scores
 
 
 def reference_scores(
-    net: FeatureNet,
+    net: FeatureNet | None,
     train_images: torch.Tensor,
     train_labels: torch.Tensor | None,
     heldout_images: torch.Tensor,

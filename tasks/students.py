@@ -225,5 +225,5 @@ class Student(RFlow):
         labels = self.wanted_labels(VALIDATED_ITEMS, rng.device)
         noise = rng.normal(len(labels), d.channels, d.image_size, d.image_size)
         images = self.sample(model, labels, noise, self.config.sample_steps)
-        scores = metrics.generation_scores(judge.net, images.cpu(), None, judge.heldout_images)
+        scores = metrics.generation_scores(self.scorer(rng.device), images.cpu(), None, judge.heldout_images)
         return {"frechet": scores["frechet"]}

@@ -75,6 +75,7 @@ class Task:
     implied = {}  # {flag: what it stands for where it was not given}; "model" is written into the config
     defaults = {}  # {flag: default} of flags that all tasks have, where this task's is another
     targets = "labels"  # what data.load reads beside the images: labels or masks
+    distances = ()  # scores whose floor lies below their ceiling, where they mean anything
     unprinted = ()  # scores that are written, and are too long to be printed
     watched = ("loss", "lower")  # the score of `validate` that --early_stop and best.pt go by; the better way
     items = ("images", 1)  # what is counted a second: its name, and how many an entry of a batch has

@@ -31,6 +31,7 @@ import strategies
 import train
 import trainer
 from harness import printing, progress, ranks, reduction, run_folder
+from harness.advice import smaller_run
 from lowprec import precision
 from lowprec.errors import Refused
 from lowprec.parts.part import Part
@@ -415,6 +416,24 @@ def test_an_average_that_does_not_arrive_is_said():
     [said] = advised(steps=500)
     assert "500 steps" in said and "61% of the initial weights" in said and "--ema_warmup" in said
     assert advised(steps=500, ema_warmup=True) == advised(steps=500, ema_decay=0.99) == advised() == []
+
+
+def test_a_run_of_hours_is_said_once_with_flags_that_make_it_shorter(capsys):
+    smaller = smaller_run(SimpleNamespace(size="small", batch_size=64), 64)
+    assert smaller == "try --image_size 32 --size tiny --batch_size 16"
+    for steps in (9, 10**10):
+        with progress.Progress("run", 0, steps, hidden=False, compiles=True, smaller=smaller) as bar:
+            for _ in range(3):
+                time.sleep(1e-3)
+                bar.step()
+        assert capsys.readouterr().err.count(f"hours: {smaller}") == (steps > 9)
+
+
+def test_distances_by_which_noise_is_nearer_than_real_images_are_left_out():
+    scores = {"ema": {"frechet": 22.4, "kid": 0.85, "pixel_mean": 0.1}}
+    reference = {"floor": {"frechet": 54.1, "kid": 0.1}, "ceiling": {"frechet": 25.8, "kid": 3.7}}
+    text = printing.score_table(scores, reference, (), ("frechet", "kid"))
+    assert "left out: frechet: " in text and "54.1" not in text and "kid         0.8500" in text
 
 
 def test_rates_survive_a_checkpoint_written_during_the_warm_up():

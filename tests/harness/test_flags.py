@@ -115,9 +115,9 @@ def test_names(given, name):
 
 FREE = """steps log_every sample_every checkpoint_every workers device name runs export weights samples
 sample_batch threads compile teacher checkpoint_activations fsdp grad_release average_on states_on early_stop
-epochs profile""".split()
+epochs profile scores""".split()
 AT_SAMPLE = """set sample_steps guidance samples sample_batch weights seed threads data sparse24 export runs
-name device task model optimizer length prompt temperature top_k vae""".split()
+name device task model optimizer scores length prompt temperature top_k vae""".split()
 AT_DIAGNOSE = ["data", "device", "model", "optimizer", "task", "threads", "vae"]
 
 

@@ -9,8 +9,9 @@ import torch
 from generating import FLAGS, Recorder, make
 
 from lowprec.precision import recipe
+from tasks import metrics
 from tasks.diffusion import DDPM, RFlow
-from tasks.generation import BINS
+from tasks.generation import BINS, HELDOUT_IMAGES
 from tasks.segment import Segment
 from tasks.task import Rng, picture
 
@@ -39,6 +40,19 @@ def test_evaluate_scores_real_images_better_than_a_blind_net(kind, digits):
     assert reference["floor"]["frechet"] < scores["frechet"]
     grid = task.preview(Recorder(), Rng(0))["samples"]
     assert grid.shape[-1] >= 480 and float(grid.std()) > 0.05
+    # the last row is of held-out images, each of its column's label
+    real, labels = metrics.subset(digits.heldout, HELDOUT_IMAGES)
+    wanted = picture(torch.stack([real[labels == label][0] for label in range(10)]), 10)
+    assert torch.equal(grid[:, 4 - wanted.shape[1] :], wanted[:, 4:])
+
+
+@pytest.mark.parametrize("kind, named", [("fast", {"sliced_wasserstein"}), ("none", set())])
+def test_fewer_scores_need_no_net_that_is_fitted(kind, named, digits, monkeypatch):
+    monkeypatch.setattr(metrics, "yardstick", lambda *_: pytest.fail("a net was fitted"))
+    task = make(RFlow, digits, samples=20, scores=kind)
+    scores, pictures = task.evaluate(Recorder(0.0), Rng(0))
+    assert {name for name in scores if name in RFlow.distances} == named and pictures
+    assert set(task.reference()) == ({"floor", "ceiling"} if named else set())
 
 
 def test_evaluate_gives_every_label_its_images(digits):
