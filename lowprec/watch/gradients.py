@@ -257,32 +257,36 @@ def norm_of(look):
 class Passes:
     """Backward passes since the last step, as the first and the last parameter that trains hear them.
 
-    overflow: listens in the pass after SPOILT_IN_A_ROW that were not finite.
+    overflow: listens in one pass, after SPOILT_IN_A_ROW more than usual that were not finite.
     """
 
     def __init__(self, net, params, pick):
         self.pick = pick
         self.overflow = Overflow(net)
+        self.usual = 0  # the most passes before a step
+        self.sums = {}  # {parameter: sums of its gradients, [] of those that were counted}
+        self.counted = {}  # {parameter: (passes, those of the last that were not finite)}
         trained = [p for p in params if p.requires_grad and p.is_floating_point()]
         ends = {*trained[:1], *trained[-1:]}
         self.handles = [p.register_hook(functools.partial(self._hear, p)) for p in ends]
-        self.stepped()
 
     def stepped(self):
         self.overflow.stop()
-        self.sums = {}  # {parameter: sums of its gradients, [] of those that were counted}
-        self.counted = {}  # {parameter: (passes, those of the last that were not finite)}
+        self.usual = max([self.usual, *map(self._passes, self.sums)])
+        self.sums, self.counted = {}, {}
+
+    def _passes(self, p):
+        return len(self.sums[p]) + self.counted.get(p, (0, 0))[0]
 
     def _hear(self, p, g):
         if g.is_sparse:
             return
         sums = self.sums.setdefault(p, [])
         sums.append(self.pick(g.detach()).sum())
-        passes = len(sums) + self.counted.get(p, (0, 0))[0]
-        if passes == SPOILT_IN_A_ROW and not self.overflow.hooks:
-            if self.most() == (passes, passes):
-                self.overflow.listen()
-        elif passes > SPOILT_IN_A_ROW + 1:
+        more = self._passes(p) - self.usual - SPOILT_IN_A_ROW
+        if more == 0 and not self.overflow.hooks and self.most()[1] >= SPOILT_IN_A_ROW:
+            self.overflow.listen()
+        elif more > 1:
             self.overflow.stop()
         if len(sums) >= AT_ONCE:
             self._count()
