@@ -63,9 +63,8 @@ class EMA:
         self._buckets = rows_of(self.params).buckets(self.params, keys)
         self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
         for bucket in self._buckets:
-            bucket.way = way_of(self.low_part(bucket.params[0]))
             weights, low = self._inputs(bucket)
-            bucket.flat = bucket.way.held(weights, low).detach().to(self.dtype, copy=True)
+            bucket.flat = way_of(low).held(weights, low).detach().to(self.dtype, copy=True)
             self._share(bucket)
 
     def _share(self, bucket):
@@ -98,9 +97,10 @@ class EMA:
     def _inputs(self, bucket):
         """(weights, their low part or None), flat."""
         weights = bucket.gather(bucket.params)
-        if bucket.way.name is None:
+        lows = [self.low_part(p) for p in bucket.params]  # a finish may have begun them
+        if lows[0] is None:
             return weights, None
-        return weights, bucket.gather([self.low_part(p) for p in bucket.params])
+        return weights, bucket.gather(lows)
 
     @torch.no_grad()
     def update(self):
@@ -125,7 +125,7 @@ class EMA:
         for bucket, row in rows.items():
             weights, low = self._inputs(bucket)
             how = table.numbers[row], table.keys[row], stochastic, self.compiled
-            move_average(bucket.flat, weights, low, bucket.way, *how)
+            move_average(bucket.flat, weights, low, way_of(low), *how)
 
     def state_dict(self):
         return {"step": self.step, "shadow": dict(self.shadow)}

@@ -53,7 +53,11 @@ def test_a_finish_changes_no_value_writes_exactly_and_resumes_bit_for_bit(name, 
     run.finish(kind)
     assert all(same(t.float(), before[k]) for k, t in run.weights("raw").items())
     schedule.step()  # it still reaches the groups: the steps below are smaller
+    averages = {name: t.clone() for name, t in run.ema.shadow.items()}
     (report,) = common.train(run, 1, measure=True)
+    for name, raw in run.weights("raw").items():
+        if name in averages:  # it follows what is held exactly, not its bf16 image
+            assert torch.allclose(run.ema.shadow[name], averages[name].lerp(raw.float(), 0.1), 1e-5, 1e-8)
     assert run.optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
     assert report["update_survival"] > 0.999
     states = [t for state in run.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
