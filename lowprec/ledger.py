@@ -199,7 +199,7 @@ def _remarks(run, parameters):
     if buffers:
         found["buffers"] = {"why": buffers}
     r = run.recipe
-    if r.update == "nearest" and r.low_weights and (r.master != "none" or r.kahan == "on"):
+    if r.update == "nearest" and r.low_weights and r.way.name is not None:
         found["update"] = {"why": "what a write to bf16 rounds away is kept beside it: no update is lost"}
     writes_bf16 = r.low_weights
     for name in r.moments:

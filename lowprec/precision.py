@@ -245,15 +245,12 @@ class Precision:
         """
         net, r = self.model, self.recipe
         originals = []
-        if r.low_weights and (r.master != "none" or r.kahan == "on"):
+        if r.low_weights and r.way.name is not None:
             trained = [p for p in net.parameters() if p.requires_grad]
             originals = [local_tensor(p).float().clone() for p in trained]
         self.cast = Cast(net, r, self.options)
         for part in self.parts:
             part.convert(net)
-        if self.methods and any(isinstance(m, nn.TransformerEncoderLayer) for m in net.modules()):
-            # in eval without gradients torch's fast path reads the weights, and calls no layer
-            torch.backends.mha.set_fastpath_enabled(False)
         if r.compute in ("bf16", "fp16", *LOW_PRODUCTS):
             cpu_products.settle_products(self.device)
         self.view_of_model = View(net, r, self.methods, self.options.keep)

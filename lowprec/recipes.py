@@ -19,7 +19,7 @@ import torch
 from . import rules
 from .errors import Refused, check_several
 from .optimizers.build import OPTIMIZERS, classes_of
-from .rounding import DTYPE_OF_NAME, WAY_OF_MASTER
+from .rounding import DTYPE_OF_NAME, WAY_OF_MASTER, Way, chosen_way
 from .rules import check_machine
 from .sites import BLOCKS_OF_GENERATION, CODE_FORMATS, LOW_PRODUCTS, SITES, Site
 
@@ -120,6 +120,11 @@ class Recipe:
         return settled
 
     @property
+    def way(self) -> Way:
+        """How its bf16 weights are written. Raises Refused for two ways that exclude each other."""
+        return chosen_way(self.update, self.kahan == "on", self.master)
+
+    @property
     def autocasts(self) -> bool:
         """Whether a step runs in torch's autocast: products of 8 or 16 bits of fp32 weights."""
         return not self.low_weights and self.compute in ("bf16", "fp16", *LOW_PRODUCTS)
@@ -156,8 +161,8 @@ class Recipe:
     @property
     def generation_dtype(self) -> torch.dtype:
         """torch dtype of the weights that generation reads."""
-        low = self.generation == "bf16" or (self.low_weights and self.generation == "compute")
-        return torch.bfloat16 if low else torch.float32
+        reads_bf16 = self.generation == "bf16" or (self.low_weights and self.generation == "compute")
+        return torch.bfloat16 if reads_bf16 else torch.float32
 
     def warnings(
         self,

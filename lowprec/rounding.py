@@ -314,7 +314,7 @@ class Eco(Way):
     feedback: (error, new moments, numbers) -> new moments, such that the next steps add up to the error.
     """
 
-    code = None
+    site, code = "update", None
     tells_update = False  # a step asks again for what earlier ones rounded away: how much is not told
 
     def __init__(self, feedback=None):
@@ -359,7 +359,8 @@ def chosen_way(update, kahan, master):
     ways[f"update={update!r}"] = ECO if update == "eco" else ALONE
     asked = {option: way for option, way in ways.items() if way is not ALONE}
     if len(asked) > 1:
-        raise Refused(f"{' beside '.join(asked)}: each keeps what is rounded away of a weight; choose one")
+        both = " beside ".join(asked)
+        raise Refused(f"{both}: each keeps what is rounded away of a weight; drop one of the two")
     return next(iter(asked.values()), ALONE)
 
 

@@ -26,11 +26,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .errors import Refused
-from .formats import FORMATS
+from .formats import FORMATS, Format
 from .machine import device_facts, support
 from .optimizers.groups import LAZY_LAYER, REMEDY_FOR_DTYPE
 from .optimizers.peers import PEER_OPTIMIZERS
-from .sites import BLOCKS_OF_GENERATION, CODE_FORMATS, LOW_PRODUCTS
+from .rounding import ALONE
+from .sites import BLOCKS_OF_GENERATION, LOW_PRODUCTS
 
 EXACT_MASTERS = "split", "fp32"  # masters that are fp32, bit for bit
 PARALLEL_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -68,10 +69,6 @@ def _precisions(flags):
     return [f"--{name}" for name in ("bf16", "fp16", "pure_bf16") if getattr(flags, name)]
 
 
-def _writes_bf16_weights(flag):
-    return f"{flag} says how bf16 weights are written, and these weights are fp32: add --pure_bf16"
-
-
 FLAG_RULES = (
     Rule(
         lambda flags: len(_precisions(flags)) > 1,
@@ -82,11 +79,6 @@ FLAG_RULES = (
         lambda flags: flags.opt8bit and flags.opt4bit,
         "--opt8bit and --opt4bit exclude each other: choose one, or set the moments one by one "
         "(--set exp_avg=int4 --set exp_avg_sq=int8)",
-    ),
-    Rule(lambda flags: flags.kahan and not flags.pure_bf16, _writes_bf16_weights("--kahan")),
-    Rule(
-        lambda flags: flags.master != "none" and not flags.pure_bf16,
-        lambda flags: _writes_bf16_weights(f"--master {flags.master}"),
     ),
     Rule(
         lambda flags: flags.fp8 and (flags.bf16 or flags.fp16),
@@ -105,7 +97,7 @@ FLAG_RULES = (
 
 def _rounds_nothing(r):
     """Whether a recipe writes neither weights nor moments in bf16 or in codes."""
-    low_written = r.low_weights and r.master not in EXACT_MASTERS
+    low_written = r.low_weights and r.way.loses(torch.bfloat16)
     bf16_moments = "bf16" in [r[name] for name in r.moments]
     return not (low_written or bf16_moments or r.coded)
 
@@ -140,12 +132,9 @@ RECIPE_RULES = (
         "--pure_bf16",
     ),
     Rule(
-        lambda r: not r.low_weights and r.master != "none",
-        lambda r: f"master={r.master} with fp32 weights: they are their own master; add --pure_bf16",
-    ),
-    Rule(
-        lambda r: not r.low_weights and r.kahan == "on",
-        "kahan=on with fp32 weights: nothing is rounded away; add --pure_bf16",
+        lambda r: r.way is not ALONE and not r.low_weights,
+        lambda r: f"{r.way.site}={r[r.way.site]} with fp32 weights: nothing of them is rounded away; "
+        "add --pure_bf16",
     ),
     Rule(
         lambda r: not r.low_weights and r.islands != "none",
@@ -156,19 +145,9 @@ RECIPE_RULES = (
         "buffers=bf16 with fp32 weights: buffers follow the weights; add --pure_bf16, or drop it",
     ),
     Rule(
-        lambda r: r.kahan == "on" and r.master != "none",
-        lambda r: f"kahan=on with master={r.master}: the master keeps what is rounded away already; "
-        "drop one of the two",
-    ),
-    Rule(
         lambda r: r.update == "stochastic" and _rounds_nothing(r),
         lambda r: "--stochastic (update=stochastic), but no tensor is written in bf16 or codes: "
         f"{_something_to_round(r)}",
-    ),
-    Rule(
-        lambda r: r.update == "eco" and (not r.low_weights or r.kahan == "on" or r.master != "none"),
-        "update=eco feeds back what a bf16 weight rounds away, and here is none, or a master or Kahan buffer "
-        "that keeps it: use it with --pure_bf16 alone",
     ),
     Rule(
         lambda r: r.sparse24 != "none" and r.compute in LOW_PRODUCTS,
@@ -351,9 +330,14 @@ class LossFacts:
     micro_batches: int
     optimizer: Any
 
+    @property
+    def peer(self) -> Any:
+        """What is known of an optimiser by other people; None for others."""
+        return PEER_OPTIMIZERS.get(self.optimizer)
+
     def remedy(self, text: str) -> str:
         """What keeps the loss away: a peer knows none of our ways to round."""
-        if self.optimizer in PEER_OPTIMIZERS:
+        if self.peer:
             return f"use --stochastic without --optimizer {self.optimizer}"
         return text
 
@@ -361,13 +345,18 @@ class LossFacts:
     def writes(self) -> dict[str, str]:
         """How the optimiser writes weights, moments and decay."""
         r = self.recipe
-        own = PEER_OPTIMIZERS[self.optimizer].writes if self.optimizer in PEER_OPTIMIZERS else {}
-        return {"update": r.update, "kahan": r.kahan, "moments": r.update, **own}
+        own = {"update": r.update, "kahan": r.kahan, "moments": r.update}
+        return {**own, **self.peer.writes} if self.peer else own
 
     @property
     def nearest_moments(self) -> bool:
         """Whether moments are rounded to nearest."""
         return self.writes["moments"] == "nearest"
+
+    @property
+    def format(self) -> Format:
+        """Of the codes of second moments; of floats one that loses nothing."""
+        return FORMATS.get(self.recipe.exp_avg_sq, Format())
 
     @property
     def small_updates(self) -> bool:
@@ -438,19 +427,16 @@ LOSS_RULES = (
         f"{lost.remedy('use --stochastic, --set exp_avg_sq=fp32 or beta2 <= 0.99')}",
     ),
     Rule(
-        lambda lost: lost.recipe.exp_avg_sq in CODE_FORMATS and lost.nearest_moments,
-        lambda lost: f"exp_avg_sq={lost.recipe.exp_avg_sq}, nearest: a decay by 1-beta2 = "
-        f"{1 - lost.beta2:.2g} under half a gap between codes ({FORMATS[lost.recipe.exp_avg_sq].gap} of the "
-        "value) is lost: where some gradients of a block drop, their v stays too high and their steps too "
-        "short; "
-        f"{lost.remedy('add --stochastic')}",
+        lambda lost: lost.format.gap and lost.nearest_moments,
+        lambda lost: f"exp_avg_sq={lost.format.name}, nearest: a decay by 1-beta2 = {1 - lost.beta2:.2g} "
+        f"under half a gap between codes ({lost.format.gap} of the value) is lost: where some gradients of a "
+        f"block drop, their v stays too high and their steps too short; {lost.remedy('add --stochastic')}",
     ),
     Rule(
-        lambda lost: lost.recipe.exp_avg_sq in CODE_FORMATS and FORMATS[lost.recipe.exp_avg_sq].lowest > 0.01,
-        lambda lost: f"exp_avg_sq={lost.recipe.exp_avg_sq}: no code lies below "
-        f"{FORMATS[lost.recipe.exp_avg_sq].lowest:g} of the largest in a block, so entries whose gradients "
-        f"are below {FORMATS[lost.recipe.exp_avg_sq].lowest ** 0.5:g} of its largest take steps too short; "
-        "--set exp_avg_sq=log4 (as many bits) or int8 reaches further down",
+        lambda lost: lost.format.lowest > 0.01,
+        lambda lost: f"exp_avg_sq={lost.format.name}: no code lies below {lost.format.lowest:g} of the "
+        f"largest in a block, so entries whose gradients are below {lost.format.lowest**0.5:g} of its "
+        "largest take steps too short; --set exp_avg_sq=log4 (as many bits) or int8 reaches further down",
     ),
     Rule(
         lambda lost: lost.factors and lost.nearest_moments,

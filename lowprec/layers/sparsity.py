@@ -174,6 +174,7 @@ class Sparse24(Method):
         return cls(run.model, run.recipe.sparse24, run.options.sparse24_decay)
 
     def ready(self, run):
+        super().ready(run)
         self.low_part = run.optimizer.low_part
 
     def _set_class(self, kind):

@@ -7,6 +7,9 @@ precision.PARTS.
 
 from contextlib import nullcontext
 
+import torch
+from torch import nn
+
 
 class Part:
     """The places at which a run asks. Every default does nothing. run: a precision.Precision."""
@@ -137,3 +140,8 @@ class Method(Part):
     """A part that changes how layers of the net multiply: FP8, 2:4 sparsity, 8-bit generation. The net is
     called in its `context`.
     """
+
+    def ready(self, run):
+        if any(isinstance(module, nn.TransformerEncoderLayer) for module in run.model.modules()):
+            # in eval without gradients torch's fast path reads the weights, and calls no layer
+            torch.backends.mha.set_fastpath_enabled(False)

@@ -316,7 +316,7 @@ def test_fp32_state_of_torch_adamw_loads():
         (dict(master="Split"), "choose from none, fp32, split, split8"),
         (dict(exp_avg="int-8"), "exp_avg='int-8'"),
         (dict(exp_avg_sq="bfloat16"), "exp_avg_sq='bfloat16'"),
-        (dict(kahan=True, master="split"), "choose one"),
+        (dict(kahan=True, master="split"), "drop one"),
     ],
 )
 def test_a_misspelt_way_of_writing_is_refused(options, said):
