@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from .. import evidence
 from ..errors import Refused, check_choice, first_line
 from ..optimizers.groups import LAZY_LAYER
+from ..parts.activations import recomputed_blocks
 from ..recipes import recipe
 from ..sites import LOW_PRODUCTS
 from . import machines
@@ -23,6 +24,7 @@ from .machines import Machine
 from .subjects import Subject, of_module
 from .timing import seconds_a_step
 
+USUAL_BATCH = 8
 REGIMES = ("from scratch", "finetune")
 # percent of the loss: a recipe whose interval lies above that comes after all others that fit
 WORSE_ABOVE_PERCENT = 0.5
@@ -33,6 +35,7 @@ WORSE_ABOVE_PERCENT = 0.5
 class Candidate(NamedTuple):
     """flags: of `recipe`; options: of Precision. arithmetic: the row of machine.support that it needs. lost:
     what it gives up against fp32; watch: the site of a Watch that would see that go wrong, and what it says.
+    recomputes: whether activations are computed again in the backward pass.
     """
 
     flags: Mapping[str, Any]
@@ -40,21 +43,33 @@ class Candidate(NamedTuple):
     lost: str
     watch: str
     options: Mapping[str, Any] = {}
+    recomputes: bool = False
 
     @property
     def typed(self) -> str:
         """As flags of train.py; "(none)" for fp32."""
         words = []
         for name, value in {**self.flags, **self.options}.items():
-            words.append(f"--{name}" if value is True else f"--{name} {value}")
+            if name == "sites":
+                words.append(f"--set {' '.join(value)}")
+            else:
+                words.append(f"--{name}" if value is True else f"--{name} {value}")
+        if self.recomputes:
+            words.append("--checkpoint_activations")
         return " ".join(words) or "(none)"
+
+    @property
+    def key(self) -> str:
+        """As the evidence calls the recipe."""
+        return evidence.recipe_key({**self.flags, "set": self.flags.get("sites")})
 
     def line(self, average: bool) -> str:
         """As a line of a loop of one's own, with a moving average of the weights or without."""
         flags = ", ".join(f"{name}={value!r}" for name, value in self.flags.items())
         options = dict(self.options) if average else {**self.options, "ema_decay": None}
         others = "".join(f", {name}={value!r}" for name, value in options.items())
-        return f"Precision(model, recipe({flags}){others})"
+        line = f"Precision(model, recipe({flags}){others})"
+        return f"recompute(model); {line}" if self.recomputes else line
 
 
 PURE_BF16 = {"pure_bf16": True}
@@ -95,6 +110,38 @@ CANDIDATES = (
     Candidate({"fp8": True}, "fp8", "digits and range of products", GRADIENTS_COLUMN),
     Candidate(PURE_BF16, "bf16", "every update under half an ulp of its weight", UPDATE_COLUMN),
 )
+
+DIGITS_OF_ADAPTERS = "digits of all; of the change of each layer all but a part of rank 8"
+DIGITS_OF_BASE = "all but 4.5 bits of each frozen weight"
+AGAIN = "a third more arithmetic: the forward pass of each block is done twice"
+# for nets of which no training of all weights fits
+OPT8BIT_BF16 = {**STOCHASTIC_BF16, "opt8bit": True}
+RECOMPUTED = (
+    Candidate(STOCHASTIC_BF16, "bf16", f"{DIGITS_OF_ALL}; {AGAIN}", UPDATE_COLUMN, {}, True),
+    Candidate(OPT8BIT_BF16, "bf16", f"{DIGITS_OF_ALL}; {AGAIN}", MOMENT_COLUMN, {}, True),
+    Candidate(
+        OPT8BIT_BF16,
+        "bf16",
+        f"{DIGITS_OF_ALL}; clipping by the norm of all gradients, and micro-batches; {AGAIN}",
+        UPDATE_COLUMN,
+        {"grad_release": True},
+        True,
+    ),
+)
+def _adapters(base, lost, recomputes):
+    """LoRA beside a frozen base held so."""
+    flags = {**STOCHASTIC_BF16, "sites": [f"frozen={base}"]}
+    return Candidate(flags, "bf16", lost, UPDATE_COLUMN, {"lora": 8}, recomputes)
+
+
+ADAPTERS = (
+    _adapters("bf16", DIGITS_OF_ADAPTERS, False),
+    _adapters("bf16", f"{DIGITS_OF_ADAPTERS}; {AGAIN}", True),
+    _adapters("nf4", f"{DIGITS_OF_ADAPTERS}; {DIGITS_OF_BASE}", False),
+    _adapters("nf4", f"{DIGITS_OF_ADAPTERS}; {DIGITS_OF_BASE}; {AGAIN}", True),
+)
+# 4 bits were measured to cost more than what these give up
+ALL_CANDIDATES = (*CANDIDATES[:-3], *RECOMPUTED, *CANDIDATES[-3:], *ADAPTERS)
 
 # ---- One row -----------------------------------------------------------------------------------------------
 
@@ -178,6 +225,7 @@ class Advice:
 
     def __init__(self, subject: Subject, machine: Machine, gpus: int, batch: int):
         self.subject, self.machine, self.gpus, self.batch = subject, machine, gpus, batch
+        self.is_batch_chosen = False  # because USUAL_BATCH does not fit
         self.rows: list[RecipeRow] = []
         self.no_activations = subject.no_loss  # why they are left out; "" where they are not
         self.refused: list[str] = []  # why this net can't be trained in a recipe, a line each
@@ -192,7 +240,7 @@ class Advice:
 
     def found_by_others(self) -> list[evidence.Other]:
         """What other people found of the recipes of `rows`."""
-        keys = {evidence.recipe_key(row.candidate.flags) for row in self.rows}
+        keys = {row.candidate.key for row in self.rows}
         return [other for other in evidence.others() if other.recipe in keys]
 
     def json(self) -> dict[str, Any]:
@@ -227,23 +275,28 @@ def advise(
     gpus: int = 1,
     regime: str = "from scratch",
     lr: float | None = None,
-    batch: int = 8,
+    batch: int | None = None,
     image_size: int | None = None,
     seq: int | None = None,
     kind: str | None = None,
     average: bool | None = None,
     time: bool = False,
     trial: str | None = None,
+    patience: float = 20.0,
 ) -> Advice:
     """What training `model` takes and costs in each recipe, on a machine: this one, or `gpu` by its name, or
     one with so much `memory` ("24GiB"); on `gpus` of them its rows are spread as by --fsdp.
 
     model: any nn.Module, which is left as it is and may be on the meta device. loss(model, n): the loss, a
     scalar, of the callable `model` on n examples that it makes itself; without it image_size or seq say what
-    the net is called with. batch: examples a step on each GPU. regime: "from scratch" or "finetune". kind: of
-    net, as evidence.KIND_OF_MODEL has it. average: whether a moving average is kept. time: measure the speed
-    here, by real steps. trial: a file of lowprec.trial, whose costs take the place of the nearest
-    measured ones. Raises Refused.
+    the net is called with. batch: examples a step on each GPU; None: 8, or as many as fit. regime: "from
+    scratch" or "finetune". kind: of net, as evidence.KIND_OF_MODEL has it. average: whether a moving average
+    is kept. time: measure the speed here, by real steps. trial: a file of lowprec.trial, whose costs take the
+    place of the nearest measured ones. patience: seconds for a forward and backward pass over shapes, behind
+    which activations are left out. Raises Refused.
+
+    Where no training of all weights fits there are rows that compute activations again, and of a finetuning
+    rows of adapters beside a frozen base in bf16 or in 4 bits.
     """
     for name, number in dict(gpus=gpus, batch=batch, image_size=image_size, seq=seq).items():
         if number is not None and number < 1:
@@ -264,17 +317,10 @@ def advise(
     machine = _machine(gpu, memory)
     if time and (gpu or memory):
         raise Refused("time: steps can be timed on this machine alone; leave gpu and memory out")
-    advice = Advice(subject, machine, gpus, batch)
-    tried = {}
-    if trial is not None:
-        from ..trials.book import evidence_of
-
-        tried = evidence_of(trial)
-    _add_rows(advice, regime, lr, tried)
-    if not advice.rows:
-        raise Refused(advice.refused[0])
+    advice = Advice(subject, machine, gpus, batch or USUAL_BATCH)
+    _Sizes(advice, regime, lr, trial, patience).fill_rows(batch)
     if time:
-        advice.rows = _timed_rows(advice.rows, subject, batch)
+        advice.rows = _timed_rows(advice.rows, subject, advice.batch)
         advice.speeds_against = "fp32" if machine.is_cpu else "fp32 without TF32"
         advice.speeds_from = "this net on this machine, a few steps each"
     else:
@@ -290,38 +336,87 @@ def _machine(gpu, memory):
     return found if memory is None else found._replace(memory=machines.bytes_of_text(memory))
 
 
-def _add_rows(advice, regime, lr, tried):
-    """Add the rows of an advice, in the order of CANDIDATES. tried: {recipe: NearestRow} of a trial."""
-    subject, machine = advice.subject, advice.machine
-    in_fp32 = machine.is_cpu and machine.support["bf16"][0] == "emulated"
-    process = machines.bytes_of_process(subject.net) if machine.is_cpu else 0
+class _Sizes:
+    """Finds the rows of an advice. trial, patience: as of `advise`. found: [(candidate, Held, Demand or
+    None)]; tried: {recipe: NearestRow} of the trial.
+    """
 
-    @functools.cache
-    def demands(r):
-        return demand(subject.net, subject.loss, r, advice.batch, in_fp32, on_gpu=not machine.is_cpu)
+    def __init__(self, advice, regime, lr, trial, patience):
+        self.advice, self.regime, self.lr = advice, regime, lr
+        self.patience, self.found, self.demands, self.tried = patience, [], {}, {}
+        if trial is not None:
+            from ..trials.book import evidence_of
 
-    for candidate in CANDIDATES:
-        if not _is_offered(candidate, advice):
-            continue
-        r = recipe(**candidate.flags)
-        try:
-            size = held_by_gpu(subject.net, r, advice.gpus, subject.average, **candidate.options)
-        except Refused as error:
-            advice.refused.append(str(error))
-            continue
-        need = None
-        if not advice.no_activations:
+            self.tried = evidence_of(trial)
+        on_cpu = advice.machine.is_cpu
+        self.process = machines.bytes_of_process(advice.subject.net) if on_cpu else 0
+
+    def fill_rows(self, batch):
+        """Add the rows. batch: as of `advise`."""
+        advice = self.advice
+        self.add(CANDIDATES)
+        if not self.found:
+            raise Refused(advice.refused[0])
+        batches = [batch] if batch else range(USUAL_BATCH, 0, -1)
+        if self._fits(batches[0]):
+            return
+        self.add(RECOMPUTED)
+        is_found = any(map(self._fits, batches))
+        advice.is_batch_chosen = len(batches) > 1
+        if self.regime == "finetune":
+            self.add(ADAPTERS)
+            any(map(self._fits, [advice.batch] if is_found else batches))
+
+    def add(self, candidates):
+        """Find what these take."""
+        advice, subject = self.advice, self.advice.subject
+        for candidate in candidates:
+            if not _is_offered(candidate, advice):
+                continue
+            r = recipe(**candidate.flags)
             try:
-                need = demands(_of_products(r, advice.gpus))
+                size = held_by_gpu(subject.net, r, advice.gpus, subject.average, **candidate.options)
+                self.found.append((candidate, size, self._demand(candidate, r)))
+            except Refused as error:
+                advice.refused.append(str(error))
+
+    def _demand(self, candidate, r):
+        """Its Demand; None where activations are left out."""
+        advice, machine = self.advice, self.advice.machine
+        how = {"lora": candidate.options.get("lora", 0), "recomputes": candidate.recomputes}
+        key = _of_products(r, advice.gpus), *how.values()
+        if key not in self.demands and not advice.no_activations:
+            how["in_fp32"] = machine.is_cpu and machine.support["bf16"][0] == "emulated"
+            how["on_gpu"] = not machine.is_cpu
+            if not self.demands:  # backward takes twice as long, and each later pass as long as the first
+                how["until"] = monotonic() + self.patience / 3
+            net, loss = advice.subject.net, advice.subject.loss
+            try:
+                self.demands[key] = demand(net, loss, key[0], advice.batch, **how)
             except Refused as error:
                 advice.no_activations = f"activations are left out: {error}"
+        return self.demands.get(key)
+
+    def _fits(self, batch):
+        """Write the rows, of this batch. Whether one of them is one to take."""
+        self.advice.batch = batch
+        self.advice.rows = [self._row(*size) for size in self.found]
+        return any(map(_is_good, self.advice.rows))
+
+    def _row(self, candidate, size, need):
+        advice = self.advice
         quality = None
         if candidate.flags:
-            key = evidence.recipe_key(candidate.flags)
-            quality = tried.get(key) or evidence.nearest(key, subject.kind, regime, lr, subject.parameters)
-        how = _how_it_runs(candidate, machine)
-        room = _room_of_recipe(candidate, size, need, advice, process)
-        advice.rows.append(RecipeRow(candidate, size, *room, how, quality, None))
+            near = advice.subject.kind, self.regime, self.lr, advice.subject.parameters
+            quality = self.tried.get(candidate.key) or evidence.nearest(candidate.key, *near)
+        how = _how_it_runs(candidate, advice.machine)
+        room = _room_of_recipe(candidate, size, need, advice, self.process)
+        return RecipeRow(candidate, size, *room, how, quality, None)
+
+
+def _is_good(row):
+    """Whether a row fits, runs, and was not measured to cost much."""
+    return row.fits and row.how[0] != "no" and not row.is_worse
 
 
 def _how_it_runs(candidate, machine):
@@ -335,6 +430,8 @@ def _how_it_runs(candidate, machine):
 def _is_offered(candidate, advice):
     if candidate.arithmetic == "fp16":  # else bf16 has the same bytes and a larger range
         return advice.machine.support["bf16"][0] != "native"
+    if candidate.recomputes and (advice.no_activations or not recomputed_blocks(advice.subject.net)):
+        return False
     return advice.gpus == 1 or not candidate.options  # gradients that are freed can't be summed over GPUs
 
 
@@ -344,7 +441,7 @@ def _of_products(r, gpus):
     weights = r.weights
     if gpus > 1 and compute == "bf16":  # a net that is spread is gathered in bf16: no copies by autocast
         weights = "bf16"
-    return recipe().replace(weights=weights, compute=compute)
+    return recipe().replace(weights=weights, compute=compute, frozen=r.frozen)
 
 
 def _room_of_recipe(candidate, size: Held, need: Demand | None, advice, process):
@@ -354,7 +451,8 @@ def _room_of_recipe(candidate, size: Held, need: Demand | None, advice, process)
     fixed = size.total + process
     if need is None:
         return None, fixed, fixed <= room, None
-    if advice.gpus > 1 or candidate.options:
+    need = need.of(advice.batch)
+    if advice.gpus > 1 or "grad_release" in candidate.options:
         total = fixed + need.activations  # gradients are spread, or freed at once
     else:
         total = fixed - size.gradients + max(size.gradients, need.most)
@@ -364,7 +462,7 @@ def _room_of_recipe(candidate, size: Held, need: Demand | None, advice, process)
 
 def _key_of_order(row):
     """What sorts rows: those that run and fit, that cost nothing much, and that the machine runs natively."""
-    at = CANDIDATES.index(row.candidate)
+    at = ALL_CANDIDATES.index(row.candidate)
     return row.how[0] == "no", not row.fits, row.is_worse, row.how[0] != "native", at
 
 
@@ -375,8 +473,8 @@ def _take_speeds_of_a_record(advice):
         return
     rows = []
     for row in advice.rows:
-        key = evidence.recipe_key(row.candidate.flags)
-        speed = None if row.candidate.options else found.ratios.get(key)
+        plain = not row.candidate.options and not row.candidate.recomputes
+        speed = found.ratios.get(row.candidate.key) if plain else None
         rows.append(row._replace(speed=speed))
     advice.rows = rows
     advice.speeds_against = found.against
@@ -392,8 +490,8 @@ def _timed_rows(rows, subject, batch):
         raise Refused(f"time: {subject.no_loss}")
     seconds = {}
     for row in rows:
-        if row.fits and row.how[0] != "no":
-            candidate = row.candidate
+        candidate = row.candidate
+        if row.fits and row.how[0] != "no" and not candidate.recomputes:
             r = recipe(**candidate.flags)
             try:
                 seconds[candidate.typed] = seconds_a_step(subject, r, batch, **candidate.options)

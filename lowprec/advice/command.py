@@ -63,7 +63,9 @@ def build_advice_parser(prog: str) -> argparse.ArgumentParser:
     starts = [*REGIME_OF_START]
     job.add_argument("--from", dest="start", choices=starts, default="scratch", help="default: scratch")
     job.add_argument("--lr", type=float, help="learning rate")
-    job.add_argument("--batch", type=whole_number, default=8, help="examples a step on each GPU; default: 8")
+    job.add_argument(
+        "--batch", type=whole_number, help="examples a step on each GPU; default: 8, or as many as fit"
+    )
     job.add_argument("--image_size", type=whole_number, help="pixels of the side of an image")
     job.add_argument("--seq", type=whole_number, help="tokens of an example")
     job.add_argument(

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,7 +29,7 @@ from .. import ledger
 from ..cast import Cast
 from ..errors import Refused, first_line
 from ..kernels import cpu_products
-from ..parts.activations import recomputed_blocks
+from ..parts.activations import recompute, recomputed_blocks
 from ..precision import Precision
 from ..view import View, without_values
 
@@ -82,14 +84,19 @@ class Demand(NamedTuple):
     """
 
     batch: int
-    most: int
-    activations: int
+    most: float
+    activations: float
     casts: int
 
     @property
     def each(self) -> float:
         """Bytes that one more example takes. Activations grow evenly with the batch, casts do not."""
         return max(1, self.activations - self.casts) / self.batch
+
+    def of(self, batch: int) -> Demand:
+        """The same of another batch."""
+        more = (batch - self.batch) * self.each
+        return Demand(batch, self.most + more, self.activations + more, self.casts)
 
 
 class StepMeter(TorchDispatchMode):
@@ -101,9 +108,9 @@ class StepMeter(TorchDispatchMode):
     and `casts` are those of Demand; `gradient` is to be called for each weight that has got its gradient.
     """
 
-    def __init__(self, weights, in_fp32=False):
+    def __init__(self, weights, in_fp32=False, until=math.inf):
         super().__init__()
-        self._in_fp32 = in_fp32
+        self._in_fp32, self._until = in_fp32, until
         self.most = self.activations = self.casts = 0
         self._now = self._gradients = self._casts_now = 0
         self._weights = list(weights)  # else one's memory could be freed, and its place be another's
@@ -111,6 +118,9 @@ class StepMeter(TorchDispatchMode):
         self._seen = weakref.WeakSet(self._of_weights)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        # within backward an error would end the process
+        if time.monotonic() > self._until and torch._C._current_graph_task_id() == -1:
+            raise Refused("a pass over shapes takes too long here; fewer tokens (--seq) make it shorter")
         out = function(*args, **(kwargs or {}))
         is_copy = function is torch.ops.aten._to_copy.default
         is_cast = is_copy and args[0].untyped_storage() in self._of_weights
@@ -191,22 +201,37 @@ def _without_tracebacks():
 
 
 def demand(
-    net: nn.Module, loss: Callable, recipe, batch: int, in_fp32: bool = False, on_gpu: bool = False
+    net: nn.Module,
+    loss: Callable,
+    recipe,
+    batch: int,
+    in_fp32: bool = False,
+    on_gpu: bool = False,
+    lora: int = 0,
+    recomputes: bool = False,
+    until: float = math.inf,
 ) -> Demand:
     """The Demand of a step of a net in a recipe. in_fp32: as of StepMeter. on_gpu: autocast as on a GPU.
+    lora: rank of adapters, 0 for none. recomputes: whether each block keeps its inputs alone. until: the
+    time, as time.monotonic tells it, at which to give up the forward pass.
 
     loss(model, n): the loss, a scalar, of a callable model on n examples that it makes itself. Products are
     those that torch takes on a CPU; FP8 counts as bf16. Raises Refused where the net can't be called without
-    values, as where it reads a number out of a tensor.
+    values, as where it reads a number out of a tensor, and behind `until`.
     """
     rules = AutocastOfGPU() if on_gpu else contextlib.nullcontext()
     shapes = without_values(net, "meta")
-    Cast(shapes, recipe)
+    if lora:
+        shapes = Precision(shapes, recipe, ema_decay=None, lora=lora).model
+    else:
+        Cast(shapes, recipe)
     try:
         # inputs that are not fake: those of a loss, which are not counted
         with FakeTensorMode(allow_non_fake_inputs=True), _without_tracebacks():
             fake = without_values(shapes, "cpu")
-            with StepMeter([*fake.parameters(), *fake.buffers()], in_fp32) as meter:
+            if recomputes:
+                recompute(fake)
+            with StepMeter([*fake.parameters(), *fake.buffers()], in_fp32, until) as meter:
                 for p in fake.parameters():
                     if p.requires_grad:
                         p.register_post_accumulate_grad_hook(meter.gradient)

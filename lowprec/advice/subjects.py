@@ -27,8 +27,8 @@ from ..machine import quiet_import
 # is no DiT
 KIND_OF_CLASS = {
     "U_?[Nn]et|UNET|^unet": "U-Net",
-    "D[iI]T(?![a-z])|Dit(?![a-z])|Transformer2D": "DiT",
-    "CausalLM|GPT|Gpt|Llama": "GPT",
+    "D[iI]T(?![a-z])|Dit(?![a-z])|Transformer[23]D": "DiT",
+    "CausalLM|GPT|Gpt|Llama|Gemma": "GPT",
     "Res_?[Nn]et|^resnet": "ResNet",
     "V[iI]T(?![a-z])|Vit(?![a-z])|VisionTransformer": "ViT",
     "Auto_?[Ee]ncoder": "autoencoder",
@@ -262,6 +262,10 @@ def _of_transformers(file, config, seq):
         raise Refused(f"--config {file}: transformers has no net {named}")
     with torch.device("meta"):
         net = kind(settings) if kind else _largest_of(transformers, settings)
+    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    if isinstance(stored, torch.dtype):  # what a frozen base is held in
+        for p in net.parameters():
+            p.data = p.data.to(stored)
     name, takes = type(net).__name__, net.main_input_name
     if seq and takes != "input_ids":
         raise Refused(f"--seq {seq} changes nothing: {name} takes {takes}, no tokens")

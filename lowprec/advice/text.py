@@ -9,10 +9,13 @@ from .machines import GIB
 def full_text(advice) -> str:
     """The whole answer, as `python -m lowprec advise` prints it."""
     subject = advice.subject
-    machine = f"on {advice.machine.name}; {advice.batch} examples a step"
+    examples = f"{advice.batch} examples a step"
+    if advice.is_batch_chosen:
+        examples += ", as many as fit: accumulate sums more"
+    machine = f"on {advice.machine.name}; {examples}"
     if advice.gpus > 1:
         spread = "on each; the rows of all tensors are spread over them (--fsdp)"
-        machine = f"on {advice.gpus} x {advice.machine.name}; {advice.batch} examples a step {spread}"
+        machine = f"on {advice.gpus} x {advice.machine.name}; {examples} {spread}"
     kind = f"a {subject.kind}" if subject.kind else "of no known kind: --kind says what it is most like"
     lines = [
         f"{subject.name}: {subject.parameters:,} trained parameters, {kind}",
@@ -65,7 +68,11 @@ def _table(advice, rows=None):
                 speed,
             ]
         )
-    return aligned(cells)
+    lines = aligned(cells)
+    fitting = [row.fits and row.how[0] != "no" for row in advice.rows[:rows]]
+    if False in fitting:
+        lines.insert(1 + fitting.index(False), "-- what follows does not fit, or does not run there --")
+    return lines
 
 
 def _quality(advice, rows=None):
@@ -104,8 +111,9 @@ def recommendation(advice) -> list[str]:
         return [_nothing_fits(advice)]
     flags = best.candidate.typed
     lines = [f"start with {flags if best.candidate.flags else 'no flag: fp32'}, {_why(best, advice)}"]
-    if best.candidate.flags:
-        lines.append(f"in a loop of your own: {best.line}")
+    lines.append(f"in a loop of your own: {best.line}")
+    if best.candidate.recomputes:
+        lines.append("where `from lowprec.parts.activations import recompute`")
     smaller = next_smaller(advice)
     if smaller is not None:
         less = f"{smaller.candidate.typed} takes {gib(best.total - smaller.total)} GiB less"
@@ -120,7 +128,7 @@ def _nothing_fits(advice):
     said = f"Nothing fits: the least is {gib(least.total)} GiB, with {least.candidate.typed}"
     if least.most:
         return f"{said}. With --batch {least.most} that fits."
-    return f"{said}. More GPUs (--gpus) or a frozen base need less."
+    return f"{said}. More GPUs (--gpus) need less, and so does a finetuning of adapters (--from finetune)."
 
 
 def _why(best, advice):

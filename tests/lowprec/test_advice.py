@@ -561,6 +561,63 @@ def test_the_line_that_it_prints_holds_what_it_counts(capsys, mine, average):
         assert (row["average_bytes"] > 0) == (average == "yes")
 
 
+class Blocks(nn.Module):
+    """Blocks whose activations are larger than their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(6)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def of_blocks(model, n):
+    return model(torch.randn(n, 64, 128)).square().mean()
+
+
+def test_blocks_are_computed_again_before_the_batch_shrinks(monkeypatch):
+    on(monkeypatch, NATIVE)
+    row = by_flags(advise(Blocks(), of_blocks).rows)["--pure_bf16 --stochastic --opt8bit"]
+    on(monkeypatch, NATIVE, row.total - 3 * row.activations / 8)
+    found = advise(Blocks(), of_blocks)
+    assert found.best.candidate.recomputes and found.batch == 8
+    assert "-- what follows does not fit" in str(found) and "import recompute" in str(found)
+    assert not any("lora" in name for name in typed(found.rows))
+
+
+def test_a_smaller_batch_is_chosen_where_the_usual_one_does_not_fit(monkeypatch):
+    on(monkeypatch, NATIVE)
+    least = min(row.total for row in advise(Net(), loss).rows)  # it has no blocks
+    on(monkeypatch, NATIVE, least - 1)
+    found = advise(Net(), loss)
+    assert found.batch == 7 and found.best.fits and "as many as fit" in str(found)
+    assert advise(Net(), loss, batch=8).best is None
+
+
+def test_a_finetuning_that_does_not_fit_is_told_what_adapters_take(monkeypatch):
+    on(monkeypatch, NATIVE, 2**20)
+    rows = by_flags(advise(Blocks(), of_blocks, regime="finetune", batch=8).rows)
+    for base in ("bf16", "nf4"):
+        flags = f"--pure_bf16 --stochastic --set frozen={base} --lora 8"
+        row = rows[flags]
+        run = eval(row.line, {"Precision": Precision, "recipe": recipe, "model": Blocks()})
+        held = {t.data_ptr(): t.nbytes for t in [*run.model.parameters(), *run.model.buffers()]}
+        assert row.held.weights == sum(held.values())
+        assert row.held.gradients == sum(p.nbytes for p in run.params) and row.quality is None
+        assert rows[f"{flags} --checkpoint_activations"].activations < 0.6 * row.activations
+
+
+def test_a_pass_over_shapes_that_takes_too_long_is_left_out(monkeypatch):
+    on(monkeypatch, NATIVE)
+    found = advise(Net(), loss, patience=0.0)
+    assert found.best.activations is None and "takes too long" in str(found)
+
+
 def test_nothing_to_train_is_refused():
     with pytest.raises(Refused, match="nothing in it is trained"):
         advise(nn.Linear(4, 4).requires_grad_(False), image_size=8)
@@ -604,6 +661,8 @@ def mean_of(model, n):
         ("SimpleViT", "ViT"),
         ("DiffusionModelUNet", "U-Net"),
         ("LlamaForCausalLM", "GPT"),
+        ("Gemma3ForConditionalGeneration", "GPT"),
+        ("WanTransformer3DModel", "DiT"),
         ("ResNet", "ResNet"),
     ],
 )
