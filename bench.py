@@ -9,31 +9,18 @@ one line and exit status 2. docs/speed.md, docs/formats.md and docs/evidence.md 
 """
 
 import argparse
+import importlib
 import os
+import pkgutil
 import signal
 import sys
 from pathlib import Path
 
 import torch
 
-from benchmarks import (
-    advice,
-    conformance_command,
-    first,
-    fp16_weights,
-    gpu,
-    guides,
-    largest_batch,
-    loops,
-    memory,
-    moments,
-    optimizers,
-    reduction,
-    sharding,
-    systems,
-    training,
-    watch,
-)
+import benchmarks
+import experiments.bench
+from benchmarks import gpu
 from benchmarks.common import DeviceClock, record, without_folder
 from harness.ending import ends_once
 from harness.files import write_json
@@ -42,24 +29,19 @@ from harness.run_folder import environment
 from lowprec.errors import Refused
 from lowprec.machine import quiet_libraries
 
-FILES = (
-    optimizers,
-    training,
-    memory,
-    advice,
-    largest_batch,
-    sharding,
-    moments,
-    systems,
-    loops,
-    watch,
-    reduction,
-    fp16_weights,
-    guides,
-    first,
-    conformance_command,
-)
-COMMANDS = {file.COMMAND.name: file.COMMAND for file in FILES}
+
+def all_commands():
+    """{name: Command} of the files in benchmarks/ and experiments/bench/ that have one."""
+    found = {}
+    for package in (benchmarks, experiments.bench):
+        for file in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            command = getattr(importlib.import_module(file.name), "COMMAND", None)
+            if command:
+                found[command.name] = command
+    return found
+
+
+COMMANDS = all_commands()
 NOT_SETTINGS = ("bench", "out", "subjects")  # of the arguments
 
 

@@ -27,9 +27,10 @@ WINGS = "layers", "parts", "watch", "advice", "trials"  # of lowprec: its core i
 
 
 def files_of(room):
-    """The code of a room, without what belongs to one experiment: a record is no machinery."""
+    """The code of a room, without what belongs to one experiment or one record: that is no machinery."""
     own = [path for path in (ROOT / room).rglob("*") if path.suffix in CODE]
-    return sorted(path for path in own if not re.match(r"experiments/\d", str(path.relative_to(ROOT))))
+    apart = re.compile(r"experiments/(\d|bench/)")
+    return sorted(path for path in own if not apart.match(str(path.relative_to(ROOT))))
 
 
 def core():

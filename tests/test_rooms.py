@@ -25,8 +25,8 @@ ALLOWED["trainer"] = (*BELOW_STRATEGIES, "strategies")
 ALLOWED["doctor"] = (*ALLOWED["trainer"], "trainer")
 ALLOWED["train"] = (*ALLOWED["doctor"], "doctor")
 ALLOWED["benchmarks"] = (*ALLOWED["train"], "train")
-ALLOWED["bench"] = (*ALLOWED["benchmarks"], "benchmarks")
-ALLOWED["experiments"] = ALLOWED["bench"]
+ALLOWED["experiments"] = (*ALLOWED["benchmarks"], "benchmarks")
+ALLOWED["bench"] = (*ALLOWED["experiments"], "experiments")
 
 
 WINGS = "lowprec.watch", "lowprec.advice", "lowprec.trials"

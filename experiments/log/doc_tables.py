@@ -9,18 +9,9 @@ and `report.py --check` says whether it is the one that the records give.
 import functools
 import statistics
 
-from benchmarks import (
-    advice,
-    conformance_command,
-    first,
-    fp16_weights,
-    guides,
-    memory,
-    moments,
-    sharding,
-    watch,
-)
+from benchmarks import advice, conformance_command, first, memory, sharding, watch
 from benchmarks.common import BYTES_A_GIB
+from experiments.bench import fp16_weights, guides, moments
 from experiments.log import overview, speed_tables, stats
 from experiments.log.analysis import loss_comparison, scores_by_seed
 from experiments.log.speed_tables import H100_COMPILED, rows_of_record
@@ -142,7 +133,7 @@ def default_run_table(experiments, known):
 
 # ---- docs/evidence.md --------------------------------------------------------------------------------------
 
-GUIDE_TEXTS = {  # question of benchmarks/guides.py: (what guides say, whether it holds)
+GUIDE_TEXTS = {  # question of guides.py: (what guides say, whether it holds)
     "loading": (
         "if there is no speed-up, raise num_workers",
         "not for data that lie in memory: hardly a step waits for them, and workers cost more",

@@ -8,8 +8,9 @@ import functools
 import json
 import statistics
 
-from benchmarks import first, gpu_record, largest_batch, loops, systems
+from benchmarks import first, gpu_record, largest_batch
 from benchmarks.common import BYTES_A_GIB
+from experiments.bench import loops, systems
 from experiments.log.definition import HERE
 from experiments.log.tables import markdown_table
 

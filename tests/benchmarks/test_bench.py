@@ -15,19 +15,9 @@ import torch
 import bench
 import options
 import precision
-from benchmarks import (
-    fp16_weights,
-    gpu_cells,
-    guides,
-    loops,
-    memory,
-    moments,
-    other_loops,
-    sharding,
-    systems,
-    training,
-)
+from benchmarks import gpu_cells, memory, sharding, training
 from benchmarks.common import RECIPES, parse_net
+from experiments.bench import fp16_weights, guides, loops, moments, other_loops, systems
 from harness import flags
 from lowprec import machine, recipes, view
 from lowprec.kernels import cpu_products

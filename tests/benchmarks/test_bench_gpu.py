@@ -14,8 +14,9 @@ import torch
 from common import cpu_scales_rows
 
 import bench
-from benchmarks import common, gpu, gpu_cells, gpu_plan, gpu_record, largest_batch, reduction, subjects
+from benchmarks import common, gpu, gpu_cells, gpu_plan, gpu_record, largest_batch, subjects
 from benchmarks.worker import Here, Lost, Worker
+from experiments.bench import reduction
 from lowprec.errors import Refused
 from lowprec.kernels import compiled
 

@@ -16,13 +16,10 @@ import torch
 from test_bench import SMALL, run
 
 import bench
-from benchmarks import (
-    memory,
-    moments,
-    optimizers,
-)
+from benchmarks import memory, optimizers
 from benchmarks.allocated import state_bytes
 from benchmarks.common import Cell, take_turns
+from experiments.bench import moments
 from lowprec.optimizers import build, peers
 
 eager = test_bench.eager
@@ -221,7 +218,8 @@ class Signs(Rounded):
 OPTIMIZERS["signs"] = Signs
 PEER_OPTIMIZERS["new_peer"] = Torch
 import bench
-from benchmarks import memory, moments, optimizers
+from benchmarks import memory, optimizers
+from experiments.bench import moments
 
 names = ["stochastic-e4m3-64", "stochastic-signs", "new-peer"]
 with torch.compiler.set_stance("force_eager"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import loops, other_loops, systems
+from experiments.bench import loops, other_loops, systems
 
 ROOT = Path(bench.__file__).parent
 TINY = "--model dit --size tiny/4 --image_size 8 --batch_size 2"

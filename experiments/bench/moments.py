@@ -7,6 +7,7 @@ rounding, and in bitsandbytes' own AdamW8bit.
 import torch
 
 from benchmarks.common import ADAMW_OPTIONS, Command, markdown, moment_formats, moments_in, progress_bar
+from benchmarks.conformance_writes import after_a_drop
 from harness.flags import natural
 from lowprec.optimizers import build, rounded
 from lowprec.precision import recipe
@@ -44,38 +45,6 @@ def holder(name, device="cpu"):
         return optimizer.moment(p, "exp_avg_sq").float()
 
     return optimizer, p, read
-
-
-def after_a_drop(optimizer, p, read, before, after, bar=None, beta2=None, quiet=False):
-    """(v of the entries whose gradients dropped, v of the others), each over the exact mean v.
-
-    Standard normal gradients for `before` steps, then every other entry's times 0.01 for `after` steps: in
-    each block of codes the scale stays, while half of the values should fall. read() gives exp_avg_sq [n] as
-    the optimiser holds it. The draws are made on the CPU. beta2: that of the optimiser's groups unless given.
-    quiet: let a quarter of the entries have small gradients all along, and count them nowhere. They are what
-    the smallest code of a block stands for, so that the dropped ones lie between a block's two ends.
-    """
-    generator = torch.Generator().manual_seed(0)
-    places = torch.arange(p.numel())
-    dropped = places % 2 == 0
-    others = ~dropped
-    heights = torch.ones(())
-    if quiet:
-        others = places % 4 == 3
-        heights = torch.where(places % 4 == 1, 1e-3, 1.0)
-    beta2 = beta2 or optimizer.param_groups[0]["betas"][1]
-    exact = torch.zeros(p.numel())
-    for step in range(before + after):
-        grad = torch.randn(p.numel(), generator=generator) * heights
-        if step >= before:
-            grad = torch.where(dropped, 0.01 * grad, grad)
-        exact = beta2 * exact + (1 - beta2) * grad.square()
-        p.grad = grad.to(p.device, p.dtype).view_as(p)
-        optimizer.step()
-        if bar:
-            bar.update()
-    held = read().cpu()
-    return tuple((held[half].mean() / exact[half].mean()).item() for half in (dropped, others))
 
 
 def moments(args, clock):

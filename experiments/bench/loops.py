@@ -1,7 +1,7 @@
 """bench.py peers: a whole training step in a bare loop of torch, in Lightning, in Accelerate, and here.
 
 All loops of a net take turns step by step; the figure of each is a ratio to the bare loop in fp32
-(benchmarks/other_loops.py has the loops). With --tasks: a step of each task in fp32, in the bare loop and
+(other_loops.py has the loops). With --tasks: a step of each task in fp32, in the bare loop and
 here, with the task's own net, data and loss.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.common import (
     take_turns,
     timed,
 )
-from benchmarks.other_loops import KINDS_OF_PRECISION, LOOPS, stepper
+from experiments.bench.other_loops import KINDS_OF_PRECISION, LOOPS, stepper
 from lowprec.attention import attend
 from lowprec.errors import Refused
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from benchmarks.systems import SteppedRun
+from experiments.bench.systems import SteppedRun
 from lowprec import cast
 from lowprec.machine import quiet_import
 from lowprec.rounding import Stream, stream

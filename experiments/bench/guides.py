@@ -40,7 +40,7 @@ import torch.nn.functional as F
 
 import strategies
 from benchmarks.common import Command, DeviceClock, markdown, parse_net, prepared, timed, training_step
-from benchmarks.fp16_weights import Training, Way
+from experiments.bench.fp16_weights import Training, Way
 from harness.batches import end_workers
 from harness.flags import natural
 from lowprec.kernels import cpu_products
