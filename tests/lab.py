@@ -6,7 +6,7 @@ import json
 import numpy as np
 
 from experiments import run
-from experiments.log import definition
+from experiments.log import definition, figures
 
 # ---- An experiment -----------------------------------------------------------------------------------------
 
@@ -95,6 +95,16 @@ def records_of(experiment, shift=(0.0, 0.9, 0.01)):
             frechet = base[seed] + by * (1 + 0.1 * spread.standard_normal())
             records.append(record(experiment, arm.name, seed, frechet))
     return records
+
+
+def draw_quickly(monkeypatch):
+    """Let the front page's pictures be blank: they take longer than all else that these tests do."""
+
+    def blank(plt, data):
+        return plt.figure(figsize=(0.2, 0.2))
+
+    for name in ("sizes", "cost", "loss_by_timestep"):
+        monkeypatch.setitem(figures.FIGURES, name, (blank, *figures.FIGURES[name][1:]))
 
 
 # ---- What the commands say ---------------------------------------------------------------------------------

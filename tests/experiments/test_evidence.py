@@ -1,7 +1,7 @@
 """Figures of arms in a text, as experiments/front.md has them."""
 
 import pytest
-from lab import TOML, records_of, write
+from lab import TOML, draw_quickly, records_of, write
 
 from experiments import report
 from experiments.log import definition
@@ -13,6 +13,7 @@ from lowprec.errors import Refused
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    draw_quickly(monkeypatch)
     write(tmp_path / "experiments", TOML)
     experiment = definition.load_experiment("1", tmp_path / "experiments")
     write(tmp_path / "experiments", TOML, records_of(experiment))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lab import FAKE, SECOND, TOML, commands, fails, record, records_of, second, write
+from lab import FAKE, SECOND, TOML, commands, draw_quickly, fails, record, records_of, second, write
 
 from experiments import report, run
 from experiments.log import definition
@@ -320,6 +320,7 @@ def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
     assert "passed: all scores equal to the last bit" in capsys.readouterr().out
     (noted,) = log.noted_checks(definition.load_experiment("1", folder))
     assert noted["same"] and (noted["arm"], noted["seed"]) == ("fp32", 0)
+    draw_quickly(monkeypatch)
     assert report.main(["--runs", str(folder.parent / "runs")], folder, folder.parent / "EXPERIMENTS.md") == 0
     page = (folder / "001-rounding/README.md").read_text()
     (folder / "001-rounding/checks.jsonl").write_text("{}\n")

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from lab import SECOND, TOML, commands, page, record, records_of, second, shown, table, write
+from lab import SECOND, TOML, commands, draw_quickly, page, record, records_of, second, shown, table, write
 from scipy import stats
 
 from experiments import report
@@ -20,6 +20,7 @@ ROOT = definition.ROOT
 def folder(tmp_path, monkeypatch):
     """The experiments folder, which holds 001-rounding. run.main changes the working directory."""
     monkeypatch.chdir(tmp_path)
+    draw_quickly(monkeypatch)
     write(tmp_path / "experiments", TOML)
     return tmp_path / "experiments"
 
