@@ -10,6 +10,7 @@ sites.py lists the kinds of tensor ("sites"), rules.py what is refused and warne
 
 from __future__ import annotations
 
+import importlib
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -236,9 +237,9 @@ def recipe(
     """The recipe that a set of flags composes.
 
     sites: single settings ("ema=bf16"), applied after the flags. more: {name: Site} of a task. optimizer: its
-    name or class, whose sites the recipe has. flags_of_products: see fp8_backends.FP8_FLAGS and
-    fp4.FP4_FLAGS. Raises Refused for an unknown site or value and for combinations that make no sense, naming
-    the nearest that does; TypeError for an unknown flag.
+    name or class, whose sites the recipe has. flags_of_products: `flags` of fp8_backends.Options and of
+    fp4.FP4Options. Raises Refused for an unknown site or value and for combinations that make no sense,
+    naming the nearest that does; TypeError for an unknown flag.
     """
     flags = {flag: value for flag, value in locals().items() if flag in FLAGS}
     check_several("sites", sites)
@@ -260,10 +261,10 @@ def recipe(
     values = _with_sites_of([optimizer], values)
     values = _without_moments_but_of([optimizer], values, chosen)
     compute = values.get("compute", "fp32")
-    options = (None, None)
+    options = {}
     if flags_of_products or compute in LOW_PRODUCTS:
-        options = _options_of_products(compute, fp4, flags_of_products)
-    result = Recipe({**sites_of(optimizer), **task_sites}, *options, **values)
+        options = _options_of_products(compute, flags.get(compute), flags_of_products)
+    result = Recipe({**sites_of(optimizer), **task_sites}, **options, **values)
     result._kept_for = _identity([optimizer])
     rules.refuse(rules.RECIPE_RULES, result)
     return result
@@ -311,38 +312,30 @@ def _check_value(setting, site, value, choices):
         raise Refused(f"--set {setting}: 'none' stands alone")
 
 
-def _options_of_products(compute, fp4, flags):
-    """(fp8.Options or None, FP4Options or None) of a recipe. Raises Refused for flags that say how products
-    are taken in FP8 or FP4 where they are not, TypeError for unknown ones.
+def _options_of_products(compute, asked, flags):
+    """{compute: how its products are taken}, {} for those of 16 and 32 bits. asked: the flag that asks for
+    `compute`. Raises Refused for flags of products in FP8 or FP4 where they are not taken so, TypeError for
+    unknown ones.
     """
-    from .layers.fp4 import FP4_FLAGS, FP4Options
-    from .layers.fp8_backends import FP8_FLAGS, Options
-
-    unknown = set(flags) - {*FP8_FLAGS, *FP4_FLAGS}
+    kinds = {}
+    for name, (module, kind) in LOW_PRODUCTS.items():
+        kinds[name] = getattr(importlib.import_module(f".{module}", __package__), kind)
+    unknown = set(flags).difference(*[kind.flags for kind in kinds.values()])
     if unknown:
         raise TypeError(f"recipe() got an unexpected keyword argument '{min(unknown)}'")
-    eight = {**FP8_FLAGS, **flags}
-    eight = {flag: eight[flag] for flag in FP8_FLAGS}
-    four = {**FP4_FLAGS, **flags}
-    four = {flag: four[flag] for flag in FP4_FLAGS}
-    if compute == "fp8":
-        _check_unused(compute, "FP4", "fp4 nvfp4", four, FP4_FLAGS)
-        return Options(*eight.values()), None
-    _check_unused(compute, "FP8", "fp8", eight, FP8_FLAGS)
-    if compute == "fp4":
-        return None, FP4Options("nvfp4" if fp4 == "none" else fp4, *four.values())
-    _check_unused(compute, "FP4", "fp4 nvfp4", four, FP4_FLAGS)
-    return None, None
-
-
-def _check_unused(compute, kind, flag_of_kind, settings, defaults):
-    remedy = "drop it" if compute in LOW_PRODUCTS else f"add --{flag_of_kind}"
-    for flag, default in defaults.items():
-        if settings[flag] != default:
-            raise Refused(
-                f"--{flag} {settings[flag]} says how {kind} is run, and this recipe computes in {compute}: "
-                f"{remedy}"
-            )
+    for name, kind in kinds.items():
+        for flag, field in kind.flags.items():
+            if name != compute and flags.get(flag, getattr(kind, field)) != getattr(kind, field):
+                remedy = "drop it" if compute in LOW_PRODUCTS else f"add --{kind.asked_by}"
+                raise Refused(
+                    f"--{flag} {flags[flag]} says how {name.upper()} is run, and this recipe computes in "
+                    f"{compute}: {remedy}"
+                )
+    if compute not in kinds:
+        return {}
+    kind = kinds[compute]
+    own = {kind.flags[flag]: value for flag, value in flags.items() if flag in kind.flags}
+    return {compute: kind.of(asked, **own)}
 
 
 # ---- Sites of optimisers -----------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from __future__ import annotations
 from .block_formats import BLOCK_FORMATS
 from .formats import CODE_FORMATS, Site
 
-LOW_PRODUCTS = ("fp8", "fp4")  # values of compute in which nn.Linear reads 8 or 4 bits, all else bf16
+# values of compute in which nn.Linear reads 8 or 4 bits, all else bf16: where the options of each stand
+LOW_PRODUCTS = {"fp8": ("layers.fp8_backends", "Options"), "fp4": ("layers.fp4", "FP4Options")}
 _BLOCKS = [name for name, form in BLOCK_FORMATS.items() if form.draws]
 # and with weights alone in these formats, what they multiply in bf16
 _KINDS_OF_BLOCKS = [*_BLOCKS, *[f"{name}_weights" for name in _BLOCKS]]

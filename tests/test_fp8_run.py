@@ -18,7 +18,6 @@ import train
 from harness.run_folder import read_checkpoint
 from lowprec.layers import fp8, fp8_product
 from lowprec.layers.fp8 import FP8, Options
-from lowprec.layers.fp8_backends import FP8_FLAGS
 from lowprec.precision import Precision, Recipe, recipe
 from trainer import Trainer
 
@@ -45,9 +44,8 @@ def test_recipes_of_the_flags():
     pure = recipe(fp8=True, pure_bf16=True, stochastic=True, fp8_format="e4m3", **history)
     assert pure.weights == "bf16" and pure.fp8 == Options("auto", "e4m3", "delayed", 16, "most_recent")
     assert pure.dtype("compute") == BF16 and recipe(pure_bf16=True).fp8 is None
-    for flag, default in FP8_FLAGS.items():
-        assert getattr(Options(), flag.removeprefix("fp8_")) == default
-    assert {flag: train.DEFAULTS[flag] for flag in FP8_FLAGS} == FP8_FLAGS
+    for flag, field in Options.flags.items():
+        assert train.DEFAULTS[flag] == getattr(Options(), field)
 
 
 @pytest.mark.parametrize(

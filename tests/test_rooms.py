@@ -90,7 +90,6 @@ UPWARD = {
     "precision": {"parts.frozen"},
     "view": {"parts.first_call", "parts.mixed"},
     "cast": {"parts.frozen"},
-    "recipes": {"layers.fp4", "layers.fp8_backends"},
 }
 
 

@@ -9,6 +9,7 @@ in bf16, and bf16 for the last steps.
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 from ..block_formats import BLOCK_FORMATS, TwoLevels, asked_by
 from ..errors import Refused
@@ -45,6 +46,14 @@ class FP4Options:
     weights: str = "2d"
     keep: str = "none"
     backend: str = "emulate"
+
+    asked_by: ClassVar = "fp4 nvfp4"  # as of fp8_backends.Options
+    flags: ClassVar = {f"fp4_{name}": name for name in ("hadamard", "grads", "weights", "keep", "backend")}
+
+    @classmethod
+    def of(cls, asked, **own):
+        """As of fp8_backends.Options. asked: the format, or "none" for the default."""
+        return cls(**own) if asked == "none" else cls(asked, **own)
 
     def __post_init__(self):
         given = {"fp4": self.recipe, "fp4_grads": self.grads, "fp4_weights": self.weights}
@@ -113,15 +122,6 @@ class FP4Options:
         if not BLOCK_FORMATS[self.recipe].native(device):
             return "torchao's kernels of nvfp4 need an NVIDIA GPU of compute capability 10.0 or later"
         return None
-
-
-FP4_FLAGS = {  # flag of recipe(): what it is where it is not given
-    "fp4_hadamard": FP4Options.hadamard,
-    "fp4_grads": FP4Options.grads,
-    "fp4_weights": FP4Options.weights,
-    "fp4_keep": FP4Options.keep,
-    "fp4_backend": FP4Options.backend,
-}
 
 
 @functools.cache

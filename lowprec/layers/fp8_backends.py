@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from contextlib import nullcontext
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,20 @@ class Options:
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
 
+    asked_by: ClassVar = "fp8"  # the flag of recipe(); flags: those that set a field
+    flags: ClassVar = {
+        "fp8_backend": "backend",
+        "fp8_format": "format",
+        "fp8_recipe": "recipe",
+        "amax_history_len": "amax_history_len",
+        "amax_compute_algo": "amax_compute_algo",
+    }
+
+    @classmethod
+    def of(cls, asked, **own):
+        """The options of a recipe. asked: what the flag says that asks for it. own: fields."""
+        return cls(**own)
+
     def __post_init__(self):
         for name, values in FP8_CHOICES.items():
             if getattr(self, name) not in values:
@@ -91,15 +106,6 @@ class Options:
     def multiple(self):
         """What inputs and outputs of a layer are multiples of."""
         return self.plan.multiple if self.plan else DIMENSION_MULTIPLE
-
-
-FP8_FLAGS = {  # flag of recipe(): what it is where it is not given
-    "fp8_backend": Options.backend,
-    "fp8_format": Options.format,
-    "fp8_recipe": Options.recipe,
-    "amax_history_len": Options.amax_history_len,
-    "amax_compute_algo": Options.amax_compute_algo,
-}
 
 
 @functools.cache
