@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from ..advice.text import aligned
 from ..errors import Refused
 from ..formats import FORMATS
 from ..watch.adapters import answering, hooked, unwrapped
-from ..watch.checkpoints import read_checkpoint
+from ..watch.checkpoints import Checkpoint, read_checkpoint, weight_names_of
 
 RATES = (1.0, 0.1, 0.01)  # of the present one, at which the share that is not written is told
 TENSORS_SHOWN = 5
@@ -90,21 +90,25 @@ def of_optimizer(model: nn.Module, optimizer: Any, lr: float | None) -> list[Mov
     return found
 
 
-def of_checkpoint(path: str | Path, lr: float | None) -> list[Moved]:
-    """The same of a checkpoint. Raises Refused for one without moments, and where states fit no weights."""
-    checkpoint = read_checkpoint(path)
+def of_checkpoint(checkpoint: Checkpoint, lr: float | None) -> tuple[list[Moved], int]:
+    """The same of a checkpoint, and how many tensors are left out. Raises Refused for one without moments,
+    and where states fit no weights.
+    """
     left = dict(checkpoint.weights)
-    found = []
+    found, left_out = [], 0
     for key, state in checkpoint.states.items():
         m, v = state.get("exp_avg"), state.get("exp_avg_sq")
         if not (torch.is_tensor(m) and torch.is_tensor(v) and m.is_floating_point() and m.shape == v.shape):
+            left_out += 1
             continue
         name = _weight_of(key, m, checkpoint, left)
         steps = float(state.get("step", math.inf))  # where it is not known: no bias any more
         found.append(moved_by(name, left.pop(name), m, v, steps, checkpoint.groups.get(key, {}), lr))
     if not found:
-        raise Refused(f"{path} holds no moments of Adam: give a checkpoint with the optimiser's state")
-    return found
+        raise Refused(
+            f"{checkpoint.path} holds no moments of Adam: give a checkpoint with the optimiser's state"
+        )
+    return found, left_out
 
 
 def _weight_of(key, m, checkpoint, left):
@@ -171,6 +175,20 @@ def figures_of(one: Moved, rates: Iterable[float]) -> Figures:
     )
 
 
+def average_unwritten(checkpoint: Checkpoint, decay: float) -> float | None:
+    """Which share of the movement of the average in a checkpoint nearest would not write in bf16; None where
+    there is no average, or it does not move.
+    """
+    lost = wanted = 0.0
+    for name, own in weight_names_of(checkpoint.averages, checkpoint.weights).items():
+        average = checkpoint.averages[name].float()
+        move = (1 - decay) * (checkpoint.weights[own].float() - average)
+        stored = average.bfloat16()
+        wanted += total(move.abs())
+        lost += total(move[(stored.float() + move).bfloat16() == stored].abs())
+    return lost / wanted if wanted else None
+
+
 def total(x: torch.Tensor) -> float:
     return float(x.sum(dtype=torch.float64))
 
@@ -195,16 +213,25 @@ class Forecast:
     """What is foreseen of a net: `tensors`, Figures each; str() for a person, json() for a program.
 
     rate: the present one. ahead: shares of it at the steps that are still to come, or (). loss: of the net,
-    or None where it is not known; the ceiling is told as a share of it.
+    or None where it is not known; the ceiling is told as a share of it. left_out: how many tensors are not
+    among them, since a file holds no moments of them, or codes. average: see average_unwritten.
     """
 
-    def __init__(self, moved: list[Moved], ahead: Iterable[float] = (), loss: float | None = None):
+    def __init__(
+        self,
+        moved: list[Moved],
+        ahead: Iterable[float] = (),
+        loss: float | None = None,
+        left_out: int = 0,
+        average: float | None = None,
+    ):
+        self.left_out, self.average = left_out, average
         self.rate, self.ahead, self.loss = moved[0].rate, tuple(ahead), loss
         rates = dict.fromkeys((*RATES, *self.ahead))
         with torch.no_grad():
             self.tensors = [figures_of(one, rates) for one in moved]
 
-    def unwritten(self, rates: Iterable[float] = (1.0,), tensors: list[Figures] | None = None) -> float:
+    def unwritten(self, rates: Sequence[float] = (1.0,), tensors: list[Figures] | None = None) -> float:
         """Which share of the wanted movement nearest would not write, at these shares of the present rate."""
         chosen = self.tensors if tensors is None else tensors
         wanted = sum(rate * one.wanted for one in chosen for rate in rates)
@@ -261,6 +288,8 @@ class Forecast:
             "noise": self.noise,
             "ceiling": self.ceiling,
             "loss": self.loss,
+            "left_out": self.left_out,
+            "average": self.average,
             "codes": {name: self.of_codes(name) for name in CODED},
             "recipes": self.rows(),
             "tensors": [one._asdict() for one in self.tensors],
@@ -285,13 +314,19 @@ class Forecast:
             if self.of_codes(name):
                 moved = f"they move a step by {self.of_codes(name):.2g} of it (root mean squares)"
                 lines.append(f"moments in {name}: {moved}; what that costs is not known")
-        lines.append("an average in bf16, and products: not known from these; lowprec.Watch looks at both")
+        average = "not known without one in the file; lowprec.Watch looks at it"
+        if self.average is not None:
+            average = f"to nearest {self.average:.1%} of its movement is not written"
+        lines.append(f"an average in bf16: {average}")
+        lines.append("products: not known from these; lowprec.Watch(products=...) looks at them")
+        if self.left_out:
+            lines.append(f"left out: {self.left_out} tensors without moments of Adam, or with these in codes")
         return "\n".join(lines)
 
     def _worst(self):
         """Rows of the tensors of which most is lost."""
         found = sorted(self.tensors, key=lambda one: -one.unwritten[1.0])
-        cells = [["  where", "of this tensor", "of all that is lost"]]
+        cells = [["  tensor", "not written", "of all that is not"]]
         lost = max(1e-300, sum(one.unwritten[1.0] for one in self.tensors))
         for one in found[:TENSORS_SHOWN]:
             if one.unwritten[1.0]:
@@ -310,6 +345,7 @@ def foresee(
     lr: float | None = None,
     ahead: Iterable[float] = (),
     loss: float | None = None,
+    ema_decay: float = 0.999,
 ) -> Forecast:
     """What each way of writing bf16 weights would do to a net. Nothing is written, and no step is taken.
 
@@ -320,12 +356,15 @@ def foresee(
         lr: the present learning rate, in place of the optimiser's own.
         ahead: shares of it at the steps that are still to come.
         loss: of the net, above 0: the ceiling is told as a share of it.
+        ema_decay: of the average that a checkpoint holds.
 
     Raises:
         Refused (a ValueError): without moments or a rate, and for a file that can't be read.
     """
     if isinstance(model, str | Path):
-        return Forecast(of_checkpoint(model, lr), ahead, loss)
+        checkpoint = read_checkpoint(model)
+        moved, left_out = of_checkpoint(checkpoint, lr)
+        return Forecast(moved, ahead, loss, left_out, average_unwritten(checkpoint, ema_decay))
     return Forecast(of_optimizer(model, optimizer, lr), ahead, loss)
 
 
@@ -337,6 +376,7 @@ def main(argv: list[str], prog: str = "python -m lowprec foresee") -> int:
     parser.add_argument("--lr", type=float, help="the present learning rate; default: the checkpoint's")
     parser.add_argument("--loss", type=float, help="of the net: what is added is told in percent of it")
     parser.add_argument("--cosine", action="store_true", help="the rate still falls to 0 along a cosine")
+    parser.add_argument("--ema_decay", type=float, default=0.999, help="of its average; default: 0.999")
     parser.add_argument("--json", action="store_true", help="print it for a program")
     args = parser.parse_args(argv)
     for name in ("lr", "loss"):
@@ -344,6 +384,6 @@ def main(argv: list[str], prog: str = "python -m lowprec foresee") -> int:
         if given is not None and not 0 < given < math.inf:
             raise Refused(f"--{name} {given:g}: write a number above 0")
     ahead = [(1 + math.cos(math.pi * i / 20)) / 2 for i in range(20)] if args.cosine else ()
-    found = foresee(args.checkpoint, lr=args.lr, ahead=ahead, loss=args.loss)
+    found = foresee(args.checkpoint, lr=args.lr, ahead=ahead, loss=args.loss, ema_decay=args.ema_decay)
     print(json.dumps(found.json(), indent=1) if args.json else found)
     return 0

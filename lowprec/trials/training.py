@@ -111,7 +111,8 @@ class Training:
         total = 0.0
         for _ in range(self.run.options.accumulate):
             loss = self._loss(self.run, self._next_batch())
-            self.run.backward(loss)
+            with named_errors("backward"):
+                self.run.backward(loss)
             total = total + loss.detach().float() / self.run.options.accumulate
         self.run.step()
         self.done += 1
@@ -143,7 +144,7 @@ class Training:
             torch.manual_seed(stream(0, Stream.FIXED, i))  # noise that the loss draws
             losses.append(float(self._loss(view, batch)))
         if not losses:
-            raise Refused("held_out() yields nothing: a trial needs data to score on")
+            raise Refused("held_out() yields nothing: it is to give the same batches at each call")
         return math.fsum(losses) / len(losses)
 
 

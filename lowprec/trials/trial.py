@@ -27,7 +27,7 @@ from .. import evidence, ledger
 from ..advice.answer import CANDIDATES, advise
 from ..advice.subjects import Subject, of_module
 from ..advice.text import gib
-from ..errors import Refused, out_of_memory
+from ..errors import Refused, check_several, out_of_memory
 from ..machine import quiet_import
 from ..recipes import recipe
 from ..watch.checkpoints import read_checkpoint
@@ -188,6 +188,7 @@ def run_trial(
         raise Refused(f"steps={steps}: a training has one step or more")
     if not 0 < within < math.inf:
         raise Refused(f"within={within:g}: write a percentage above 0, as 0.3")
+    check_several("recipes", recipes)
     seconds = seconds_of(budget)
     plan = {"net": subject.name, "parameters": subject.parameters, "steps": steps, "seed": seed, **plan}
     book = Book(file, plan, within)
@@ -375,5 +376,5 @@ class Rounds:
             raise Refused(f"the held-out loss is {after:.3g}: a change in percent needs a loss above 0")
         fall = 1 - after / before
         if fall < LEAST_FALL:
-            fell = f"fell by {100 * fall:.2g} %" if fall > 0 else f"rose by {-100 * fall:.2g} %"
+            fell = f"fell by {100 * fall:.2g} %" if fall > 0 else "did not fall"
             raise Refused(f"the reference's loss {fell}: too short to tell; give more steps or another rate")

@@ -12,7 +12,7 @@ from .files import loaded
 
 NAME_OF_AVERAGE = re.compile(r"(^|[._])(ema\d*|shadow|averages?|averaged)([._]|$)", re.I)
 BESIDE_WEIGHTS = ("callbacks", "loops", "lr_schedulers", "hyper_parameters", "datamodule_hyper_parameters")
-PREFIXES_OF_WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net.")
+PREFIXES_OF_WRAPPERS = ("precision.", "module.", "_orig_mod.", "model.", "state_dict.", "net.")
 
 
 @dataclasses.dataclass

@@ -210,6 +210,23 @@ def test_a_checkpoint_foresees_what_its_optimiser_does(named, tmp_path, capsys):
     assert "holds no moments of Adam" in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_ours_foresees_its_average_and_starts_a_trial(tmp_path, monkeypatch, capsys):
+    torch.manual_seed(0)
+    scope = {}
+    exec(MINE, scope)
+    run = lowprec.Precision(scope["build"](), lr=1e-3, ema_decay=0.99)
+    for step in range(30):
+        run.backward(run(common.draw(4, 8, seed=step)).square().mean())
+        run.step()
+    torch.save({"step": 30, "precision": run.state_dict()}, tmp_path / "checkpoint.pt")
+    found = lowprec.foresee(tmp_path / "checkpoint.pt", ema_decay=0.99)
+    share = found.average
+    slower = lowprec.foresee(tmp_path / "checkpoint.pt", ema_decay=0.9999).average
+    assert 0 < share < 0.9 < slower and f"{share:.1%} of its movement is not written" in str(found)
+    flags = ["--from", "checkpoint.pt", "--steps", "30", "--within", "500", "--recipes", "bf16"]
+    assert tried(tmp_path, monkeypatch, flags=flags) == 0, capsys.readouterr()
+
+
 def test_a_watch_foresees_writes():
     net, optimizer = trained_net()
     watch = lowprec.Watch(net, optimizer, writes=True)
