@@ -7,6 +7,7 @@
                       (a tenth, one at least, by the hash of the name)
     nifti:PATH        axial slices of a .nii or .nii.gz volume, or of a folder of them; with masks PATH/images
                       and PATH/masks again (a tenth of the volumes, or of the slices of one)
+    dicom:PATH        the same of a folder of .dcm files, or of one with a folder for each series; no masks
     cifar10:PATH, mnist:PATH, fashion_mnist[:PATH], medmnist:FILE.npz: see published_sets.py
 
 Images are cropped to their central square and resized; the distinct values of all masks become 0, 1, ...
@@ -94,7 +95,7 @@ def load(
     # an unknown ~name stays as it is, and is no folder
     path = Path(os.path.expanduser(where)) if where else None
     wish = Wish(path, targets, image_size, seed, **reading)
-    taken = {"folder": READING, "nifti": ("skip_broken",)}.get(word, ())
+    taken = {"folder": READING, "nifti": ("skip_broken",), "dicom": ("skip_broken",)}.get(word, ())
     refuse_ways_to_read_files(wish, taken)
     return loader(wish)
 
@@ -261,6 +262,15 @@ def _of_files(wish, triples, seen, targets, chosen, classes, notes, values=None)
 
 
 def _nifti(wish):
+    return _volumes(wish, "nifti", folders.matched_volumes(wish.path, wish.masks))
+
+
+def _dicom(wish):
+    folders.check_layout(wish.path, wish.targets, "dicom")
+    return _volumes(wish, "dicom", folders.dicom_series(wish.path))
+
+
+def _volumes(wish, kind, rows):
     """Slices of all volumes, in memory, each volume scaled by its 0.5th and 99.5th percentile.
 
     Only slices with at least 2 % of their pixels above a tenth of the range are kept. A volume is held out
@@ -268,7 +278,6 @@ def _nifti(wish):
     """
     root = wish.path
     size = wish.size or 64
-    rows = folders.matched_volumes(root, wish.masks)
     looks = [_seen_volume(name, file, mask_file, size) for name, file, mask_file in rows]
     notes, _, looks = folders.without_broken(wish.skip_broken, rows, looks)
     owners, content = [], []
@@ -284,7 +293,7 @@ def _nifti(wish):
     held = _held_slices(root, owners)
     train = Tensors(images[~held], targets[~held], size)
     heldout = Tensors(images[held], targets[held], size)
-    name = f"nifti-{root.resolve().name}"
+    name = f"{kind}-{root.resolve().name}"
     return data_set(name, wish, train, heldout, 1, len(values), size, content, notes=notes)
 
 
@@ -344,4 +353,5 @@ DATA_SETS = {
     "fashion_mnist": _Set("fashion_mnist[:PATH]", fashion_mnist),
     "medmnist": _Set("medmnist:FILE.npz", medmnist),
     "nifti": _Set("nifti:PATH", _nifti, has_masks=True),
+    "dicom": _Set("dicom:PATH", _dicom),
 }

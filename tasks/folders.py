@@ -6,6 +6,7 @@ Only the formats below are ever opened, whatever a file is called.
 """
 
 import hashlib
+import importlib.util
 import io
 import logging
 import os
@@ -197,6 +198,16 @@ def matched_volumes(root: Path, masks: bool) -> list:
     return found
 
 
+def dicom_series(root: Path) -> list:
+    """[(name, folder, None)] of root and the folders below it that hold .dcm files: a series each."""
+    if importlib.util.find_spec("pydicom") is None:
+        raise Refused(f"--data dicom:{root} is read by pydicom, which is not here: pip install pydicom")
+    folders = sorted({path.parent for path in files_with_suffix(root, (".dcm",))})
+    if not folders:
+        raise Refused(f"{root} holds no .dcm files: give a folder of them, or one with a folder a series")
+    return [(folder.relative_to(root).as_posix(), folder, None) for folder in folders]
+
+
 def held_out_names(root: Path, names: list[str], noun: str = "image") -> set[str]:
     """The tenth of the names whose hashes are smallest: adding files moves few others from part to part."""
     if len(names) < 2:
@@ -377,13 +388,16 @@ def notes_on_images(seen: list, white: int, pages: str, targets: str) -> list[st
 
 
 def decode_volume(path: Path) -> np.ndarray:
-    """float32 [Z, Y, X]: axial slices from the feet up, each with the body's front on top (by the affine)."""
+    """float32 [Z, Y, X]: axial slices from the feet up, each with the body's front on top (by the affine).
+    path: a file of NIfTI, or a folder that holds one series of DICOM.
+    """
     import nibabel
 
     # it tells of what it can't read in lines of its own, and raises an error as well
     logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
-    with refusing_unreadable(path, "a NIfTI volume"):
-        voxels = np.asarray(nibabel.as_closest_canonical(nibabel.load(path)).dataobj, dtype=np.float32)
+    with refusing_unreadable(path, "a series of DICOM" if path.is_dir() else "a NIfTI volume"):
+        image = _dicom_image(path) if path.is_dir() else nibabel.load(path)
+        voxels = np.asarray(nibabel.as_closest_canonical(image).dataobj, dtype=np.float32)
     shape = (*voxels.shape, 1, 1)[:3]
     if not voxels.size or voxels.size != np.prod(shape):
         raise Refused(f"volume {path} has shape {voxels.shape}: save one 3-D volume a file")
@@ -405,7 +419,21 @@ def decode_mask_volume(path: Path, volume: Path, shape: tuple) -> np.ndarray:
     return mask
 
 
+def _dicom_image(folder):
+    """A series of DICOM as nibabel has images, by MONAI's reader."""
+    import nibabel
+    from monai.data.image_reader import PydicomReader
+
+    reader = PydicomReader()
+    voxels, facts = reader.get_data(reader.read(folder))
+    return nibabel.Nifti1Image(np.asarray(voxels, np.float32), np.asarray(facts["affine"]))
+
+
 def sha256(path: Path) -> str:
+    """Of a file, or of the files of a folder."""
+    if path.is_dir():
+        hashes = [sha256(file) for file in files_with_suffix(path, (".dcm",))]
+        return hashlib.sha256(repr(hashes).encode()).hexdigest()
     with refusing_unreadable(path, "a file"):
         return hashlib.sha256(path.read_bytes()).hexdigest()
 

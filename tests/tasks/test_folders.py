@@ -1,5 +1,6 @@
 """folder:PATH on small images made here: what is found and what is refused."""
 
+import importlib.util
 import logging
 import os
 import struct
@@ -194,6 +195,37 @@ def test_the_layout_of_the_decathlon(tmp_path):
     found = load(f"nifti:{tmp_path}", "masks", 16)
     assert found.num_classes == 3 and len(found.train) == len(found.heldout) == 4
     assert load(f"nifti:{tmp_path}", "labels", 16).num_classes == 0
+
+
+def test_dicom_is_read_as_nifti_is_where_its_package_is_here(tmp_path):
+    voxels = np.random.default_rng(0).integers(0, 900, (4, 16, 12)).astype(np.int16)  # [Z, Y, X]
+    if importlib.util.find_spec("pydicom") is None:
+        refused("pip install pydicom", spec=f"dicom:{tmp_path}")
+        return
+    import pydicom
+    from pydicom.uid import ExplicitVRLittleEndian, generate_uid
+
+    for series in "ab":
+        (tmp_path / "dicom" / series).mkdir(parents=True)
+        for place, name in enumerate("dbca"):  # not in the order of their names
+            facts = pydicom.Dataset()
+            facts.file_meta = pydicom.dataset.FileMetaDataset()
+            facts.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+            facts.SOPClassUID, facts.SOPInstanceUID = "1.2.840.10008.5.1.4.1.1.2", generate_uid()
+            facts.SeriesInstanceUID, facts.InstanceNumber = "1.2.3", place + 1
+            facts.ImagePositionPatient = [0, 0, 3.0 * place]
+            facts.ImageOrientationPatient, facts.PixelSpacing = [1, 0, 0, 0, 1, 0], [1, 1]
+            facts.SamplesPerPixel, facts.PhotometricInterpretation = 1, "MONOCHROME2"
+            facts.Rows, facts.Columns, facts.PixelRepresentation = 16, 12, 1
+            facts.BitsAllocated, facts.BitsStored, facts.HighBit = 16, 16, 15
+            facts.PixelData = voxels[place].tobytes()
+            facts.save_as(tmp_path / "dicom" / series / f"{name}.dcm", enforce_file_format=True)
+        affine = np.diag([-1.0, -1.0, 3.0, 1.0])
+        (tmp_path / "nifti").mkdir(exist_ok=True)
+        nibabel.save(nibabel.Nifti1Image(voxels.T, affine), tmp_path / "nifti" / f"{series}.nii")
+    ours = load(f"dicom:{tmp_path}/dicom", image_size=8)
+    theirs = load(f"nifti:{tmp_path}/nifti", image_size=8)
+    assert len(ours.train) == 4 and torch.equal(ours.train[[0, 1, 2, 3]][0], theirs.train[[0, 1, 2, 3]][0])
 
 
 def test_grey_and_colour_together_become_colour(tmp_path):
