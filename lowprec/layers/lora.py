@@ -9,6 +9,7 @@ frozen says what the layers beside them are held in.
 
 import collections
 
+import torch.nn.functional as F
 from torch import nn
 
 from ..errors import Refused
@@ -54,7 +55,11 @@ class Adapted(nn.Module):
 
     def forward(self, x):
         """x as the base takes it -> what the base gives, in its dtype."""
-        y = self.base(x)
+        if type(self.base) is nn.Linear and self.base.weight.itemsize == 1:  # float8, which has no product
+            bias = None if self.base.bias is None else self.base.bias.to(x.dtype)
+            y = F.linear(x, self.base.weight.to(x.dtype), bias)
+        else:
+            y = self.base(x)
         return y + self.lora_up(self.lora_down(x)).to(y.dtype)
 
 

@@ -164,3 +164,28 @@ def test_merged_weights_are_those_of_the_run_where_layers_share_a_weight():
     other.load_state_dict(run.weights("raw"))
     x = draw(4, 3, 8, 8)
     torch.testing.assert_close(other(x), run(x))
+
+
+@pytest.mark.parametrize("flags", [dict(bf16=True), dict(pure_bf16=True, stochastic=True)], ids=str)
+def test_a_base_in_float8_is_kept_computed_with_and_resumed(flags):
+    def begun():
+        net = new_net()
+        for layer in (net.body[0], net.body[2]):
+            layer.weight.data = layer.weight.data.to(torch.float8_e4m3fn)
+        return net, Precision(net, recipe(**flags), lr=1e-2, lora=4, ema_decay=None)
+
+    exact = new_net()
+    for layer in (exact.body[0], exact.body[2]):
+        layer.weight.data = layer.weight.data.to(torch.float8_e4m3fn).float()
+    x = draw(4, 3, 8, 8)
+    net, run = begun()
+    torch.testing.assert_close(run(x), exact(x), rtol=0.05, atol=0.02)
+    before = net.body[0].base.weight.clone()
+    one_step(run, 0)
+    saved = run.state_dict()
+    _, other = begun()
+    other.load_state_dict(saved)
+    for each in (run, other):
+        one_step(each, 1)
+    assert before.dtype == torch.float8_e4m3fn and same(net.body[0].base.weight.float(), before.float())
+    assert all(map(same, run.weights("raw").values(), other.weights("raw").values()))
