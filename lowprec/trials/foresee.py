@@ -60,7 +60,9 @@ class Moved(NamedTuple):
 
 def moved_by(name, weight, m, v, steps, group, lr) -> Moved:
     """A Moved of a tensor and its state. group: the options of its parameter group. lr: in place of its."""
-    beta1, beta2 = group.get("betas", (0.9, 0.999))
+    betas = group.get("betas")
+    # torch.distributed.checkpoint keeps no numbers
+    beta1, beta2 = betas if isinstance(betas, list | tuple) else (0.9, 0.999)
     rate = group.get("lr") if lr is None else lr
     if not rate:  # a schedule that is at its end
         rate = group.get("initial_lr")
@@ -68,7 +70,7 @@ def moved_by(name, weight, m, v, steps, group, lr) -> Moved:
         raise Refused("no learning rate is known above 0: give lr")
     weight, m, v = (t.detach().float().flatten() for t in (weight, m, v))
     m, v = m / (1 - float(beta1) ** steps), v / (1 - float(beta2) ** steps)
-    return Moved(name, weight, m, v, float(rate), group.get("weight_decay", 0.0), group.get("eps", 1e-8))
+    return Moved(name, weight, m, v, float(rate), group.get("weight_decay") or 0.0, group.get("eps") or 1e-8)
 
 
 def of_optimizer(model: nn.Module, optimizer: Any, lr: float | None) -> list[Moved]:

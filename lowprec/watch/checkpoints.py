@@ -84,9 +84,14 @@ def _sort_states(optimizer, found, path):
         found.states[name] = decoded(state)
         if optimizer.get("rounded") == "stochastic":
             found.stochastic.add(name)
-    for group in optimizer["param_groups"]:
-        for key in group["params"]:
+    for group in _values(optimizer["param_groups"]):
+        for key in _values(group["params"] or ()):  # numbers are left out there
             found.groups[bare_name(f"{path}{key}")] = group
+
+
+def _values(several):
+    """Those of a list, which torch.distributed.checkpoint keeps as a dict."""
+    return several.values() if isinstance(several, dict) else several
 
 
 def decoded(state):
