@@ -17,7 +17,6 @@ import torch
 
 from harness import run_folder
 from harness.batches import BatchIndices
-from lowprec.errors import Refused
 from lowprec.formats import FORMATS, Format
 from lowprec.parts.loss_scale import LossScale
 from lowprec.parts.micro_batches import MicroBatches
@@ -51,9 +50,7 @@ def diagnose(path, table, flags):
     of this program, and what Trainer raises (data that have moved, a GPU that is not here).
     """
     checkpoint = run_folder.read_checkpoint(path)
-    fixed = table.refused(flags, "diagnose", checkpoint["config"])
-    if fixed:
-        raise Refused(f"--diagnose examines a run as it was trained: --{fixed} can't differ; drop it")
+    table.check_given(flags, "diagnose", checkpoint["config"])
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     # steps of full size, as in most of the run: without warm-up or schedule
     here = {"device": "auto", "threads": 0, "export": "", "warmup": 0, "lr_schedule": "constant", **flags}

@@ -193,11 +193,7 @@ def sample_and_score(path, given, command, table):
     """Draw and score from a checkpoint or a run's folder."""
     checkpoint = read_checkpoint(path)
     trained = vars(table.obeyed(checkpoint["config"]))
-    fixed = table.refused(given, "sample", trained)
-    if fixed:
-        raise Refused(
-            f"--sample draws from trained weights: --{fixed} can't differ from their training; drop it"
-        )
+    table.check_given(given, "sample", trained)
     if given.get("vae") and not trained["vae"]:
         raise Refused(f"--vae {given['vae']}: this run was trained on images, not in latents; drop it")
     folder = path

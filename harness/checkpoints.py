@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from harness import shards
-from harness.files import digest
+from harness.files import digest, reading
 from lowprec.errors import Refused, first_line
 
 CHECKPOINT = "checkpoint.pt"
@@ -91,25 +91,23 @@ def read(path):
     anything that is no checkpoint of format 1, or is damaged.
     """
     path = Path(path)
-    try:
+    with reading(path):
         if path.is_dir():
             path = path / CHECKPOINT
         is_file, is_shared = path.is_file(), shards.is_there(path)
-    except (OSError, ValueError) as error:
-        raise Refused(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from None
     if is_shared:  # of many ranks
         path = shards.pointer(path)
         return _checked(shards.read_shards(path), path)
     if not is_file:
         raise Refused(f"no checkpoint at {path}: give the checkpoint.pt of a run, or its folder")
+    with reading(path):
+        file = open(path, "rb")  # noqa: SIM115 - closed below
     try:
-        with open(path, "rb") as file:
+        with file:
             verify_checkpoint(file, path)
             found = torch.load(file, map_location="cpu", weights_only=True)
     except Refused:
         raise
-    except PermissionError as error:
-        raise Refused(f"can't read {path}: {error.strerror}") from None
     except Exception:  # a broken file can raise nearly everything
         raise _no_checkpoint(path) from None
     return _checked(found, path)

@@ -13,7 +13,7 @@ import shutil
 import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -117,28 +117,32 @@ def digest(file, size):
 # ---- Reading -----------------------------------------------------------------------------------------------
 
 
-def _bytes_of_file(path):
-    """The bytes of a file. Raises Refused for what can't be read and for anything else than a file, of which
-    a pipe never ends. FileNotFoundError is the caller's.
-    """
+@contextmanager
+def reading(path):
+    """Within it what the system says of a file that can't be read becomes a Refused that names it."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise Refused(f"{path} can't be read: it is no file; remove it")
-        return Path(path).read_bytes()
-    except (FileNotFoundError, Refused):
+        yield
+    except Refused:
         raise
     except (OSError, ValueError) as error:
         raise Refused(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def bytes_of_file(path):
+    """The bytes of a file. Raises Refused for what can't be read and for anything else than a file, of which
+    a pipe never ends.
+    """
+    with reading(path):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise Refused(f"{path} can't be read: it is no file; give the path of one")
+        return Path(path).read_bytes()
 
 
 def read_json(path):
     """The object (a dict) that a JSON file holds. Raises Refused when the file is not there or holds
     anything else.
     """
-    try:
-        content = _bytes_of_file(path)
-    except FileNotFoundError as error:
-        raise Refused(f"can't read {path}: {error.strerror}") from None
+    content = bytes_of_file(path)
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
@@ -155,10 +159,9 @@ def read_lines(path):
     which names the file and the line, for anything else that is not an object.
     """
     path = Path(path)
-    try:
-        content = _bytes_of_file(path)
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return []
+    content = bytes_of_file(path)
     *lines, last = content.split(b"\n")
     rows = []
     for number, line in enumerate(lines, 1):

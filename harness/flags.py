@@ -489,17 +489,16 @@ class FlagTable:
         scoring = [row.name for row in self.rows if row.kind == "extent" and row.name != "steps"]
         return all(getattr(before, name) == getattr(config, name) for name in scoring)
 
-    def refused(self, given, verb, trained):
-        """The first of the flags `given` that can't differ from the run's beside --sample or --diagnose, or
-        None. trained: {flag: value} of the run.
+    def check_given(self, given, verb, trained):
+        """Raise Refused for one of the flags `given` that can't differ from the run's beside --sample or
+        --diagnose. trained: {flag: value} of the run.
         """
         for name in sorted(given):
             row = self[name]
             its = row.comparable(trained.get(name, row.default))
             moved = row.kind == "code" and row.comparable(given[name]) != its
             if moved or not row.accepts(verb):
-                return name
-        return None
+                raise Refused(f"--{verb} takes a run as it was trained: --{name} can't differ; drop it")
 
     def fitting(self):
         """Rows of the flags that must be alike in two runs for the weights of one to fit the other."""

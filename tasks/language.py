@@ -12,6 +12,7 @@ A token is a byte, one of 256. docs/repeat.md says where text.txt, the book of G
 
 import hashlib
 import math
+import os
 import textwrap
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness.files import bytes_of_file
 from harness.flags import Flag, amount, natural, of_size
 from lowprec.attention import Attend
 from lowprec.errors import Refused
@@ -89,25 +91,14 @@ class Text:
 
 def _bytes_of_text(path):
     """The bytes of a file. Raises Refused."""
-    remedy = "give the path of a text file"
-    try:
-        path = Path(path).expanduser()
-        if path.is_dir():
-            raise Refused(f"--data text:{path} is a folder: {remedy}")
-        if path.exists() and not path.is_file():  # a pipe or a device may have no end
-            raise Refused(f"--data text:{path} is no file: {remedy}")
-        content = path.read_bytes()
-        if content[:2] in (b"\xff\xfe", b"\xfe\xff") or content.count(0) > len(content) // 4:
-            raise Refused(
-                f"--data text:{path} is in UTF-16 or UTF-32, or no text: bytes are trained on as they are, "
-                f"and many of these are 0; convert it: iconv -f UTF-16 -t UTF-8 {path}"
-            )
-        return content
-    except Refused:
-        raise
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise Refused(f"--data text:{path}: {reason}; {remedy}") from None
+    path = os.path.expanduser(path)  # an unknown ~name stays as it is
+    content = bytes_of_file(path)
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff") or content.count(0) > len(content) // 4:
+        raise Refused(
+            f"--data text:{path} is in UTF-16 or UTF-32, or no text: bytes are trained on as they are, "
+            f"and many of these are 0; convert it: iconv -f UTF-16 -t UTF-8 {path}"
+        )
+    return content
 
 
 # ---- GPT ---------------------------------------------------------------------------------------------------
@@ -312,12 +303,8 @@ class Language(Task):
     def nets(self):
         return {"gpt": self._gpt, "bdh": self._bdh, **self.own_net()}
 
-    def net(self):
-        c = self.config
-        nets = self.nets()
-        if c.model not in nets:
-            raise Refused(f"no model {c.model!r} for task {c.task!r}; choose {' or '.join(nets)}")
-        return nets[c.model](c.block, c.size or self.implied["size"])
+    def make(self, build):
+        return build(self.config.block, self.config.size or self.implied["size"])
 
     def _gpt(self, block, size):
         return GPT(*of_size("gpt", size, GPTS), block)

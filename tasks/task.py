@@ -133,11 +133,15 @@ class Task:
         """A new net in fp32, its initial weights drawn from torch's global generator, on torch's default
         device.
         """
-        c, data = self.config, self.data
-        nets = self.nets()
+        c, nets = self.config, self.nets()
         if c.model not in nets:
             raise Refused(f"no model {c.model!r} for task {c.task!r}; choose {' or '.join(nets)}")
-        return nets[c.model](data.channels, data.num_classes, data.image_size, c.size)
+        return self.make(nets[c.model])
+
+    def make(self, build):
+        """The net of one of `nets`."""
+        data = self.data
+        return build(data.channels, data.num_classes, data.image_size, self.config.size)
 
     def own_net(self):
         """{--model: build} where that is FILE.py:build, called as `nets` are; {} where it is no file."""

@@ -14,6 +14,7 @@ import strategies
 import train
 from harness import flags
 from harness.flags import Config, Flag, FlagTable, natural
+from lowprec.errors import Refused
 
 ROOT = Path(flags.__file__).parent.parent
 
@@ -127,11 +128,14 @@ def test_what_each_verb_accepts():
         for verb in ("resume", "sample", "diagnose")
     }
     assert accepted == {"resume": set(FREE), "sample": set(AT_SAMPLE), "diagnose": set(AT_DIAGNOSE)}
-    assert train.FLAGS.refused({"lr": 1, "seed": 2}, "sample", {}) == "lr"
-    assert (
-        train.FLAGS.refused({"seed": 2}, "diagnose", {}) == "seed"
-        and train.FLAGS.refused({"seed": 2}, "sample", {}) is None
-    )
+    train.FLAGS.check_given({"seed": 2}, "sample", {})
+    for given, verb in (
+        ({"lr": 1, "seed": 2}, "sample"),
+        ({"seed": 2}, "diagnose"),
+        ({"model": "dit"}, "sample"),
+    ):
+        with pytest.raises(Refused, match=f"--{next(iter(given))} can't differ"):
+            train.FLAGS.check_given(given, verb, {})
 
 
 def differences(old, **new):
