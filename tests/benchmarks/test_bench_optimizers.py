@@ -1,10 +1,5 @@
 """bench.py optimizers: its contenders, their turns and their rows."""
 
-import ast
-import json
-import os
-import shutil
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -185,72 +180,6 @@ def test_moments_of_any_length_are_held_in_codes(tmp_path):
     assert 1.06 < state["stochastic-4bit"] < 1.1
     for name in ("stochastic-8bit", "stochastic-e4m3", "bitsandbytes"):
         assert 2.03 < state[name] < 2.1, name
-
-
-NEW_FORMAT = """
-import copy
-FORMATS["e4m3-64"] = copy.copy(FORMATS["e4m3"])
-FORMATS["e4m3-64"].name, FORMATS["e4m3-64"].block = "e4m3-64", 64
-"""
-NEW = """
-import torch
-from typing import NamedTuple
-from lowprec.optimizers.build import OPTIMIZERS
-from lowprec.optimizers.peers import PEER_OPTIMIZERS, Torch
-from lowprec.optimizers.rounded import Rounded
-
-class Numbers(NamedTuple):
-    share: float
-    rate: float
-
-
-class Signs(Rounded):
-    moments = ("exp_avg",)
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **writing):
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **writing)
-    def numbers(self, group, step):
-        return Numbers(share=1 - group["betas"][0], rate=-float(group["lr"]))
-    @staticmethod
-    def direction(g, moments, n):
-        m = (g - moments[0]) * n.share + moments[0]
-        return n.rate * m.sign(), (m,)
-
-OPTIMIZERS["signs"] = Signs
-PEER_OPTIMIZERS["new_peer"] = Torch
-import bench
-from benchmarks import memory, optimizers
-from experiments.bench import moments
-
-names = ["stochastic-e4m3-64", "stochastic-signs", "new-peer"]
-with torch.compiler.set_stance("force_eager"):
-    argv = ["--repeats", "1", "--device", "cpu", "--out", "out.json", "--only", *names]
-    assert bench.main(["optimizers", "--parameters", "20000", "--layouts", "large", *argv]) == 0
-print([list(optimizers.CONTENDERS), list(memory.MOMENT_FLAGS), moments.MOMENT_HOLDERS])
-"""
-
-
-def test_rows_come_from_the_registries_and_new_ones_follow_the_old(tmp_path):
-    root = Path(bench.__file__).parent
-    shutil.copytree(root / "lowprec", tmp_path / "lowprec")
-    formats = tmp_path / "lowprec" / "formats.py"
-    before, head, rows = formats.read_text().partition("\nFORMATS = {")
-    formats.write_text(before + head + rows.replace("\n}\n", "\n}\n" + NEW_FORMAT, 1))
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", NEW]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    contenders, states, holders = ast.literal_eval(done.stdout.splitlines()[-1])
-    for found, known, new in (
-        (contenders, list(optimizers.CONTENDERS), {"stochastic-e4m3-64", "stochastic-signs", "new-peer"}),
-        (states, list(memory.MOMENT_FLAGS), {"--set exp_avg=e4m3-64 --set exp_avg_sq=e4m3-64"}),
-        (holders, moments.MOMENT_HOLDERS, {"e4m3-64 nearest", "e4m3-64 stochastic"}),
-    ):
-        assert set(found) == {*known, *new} and [name for name in found if name not in new] == known
-    rows = {row["name"]: row for row in json.loads((tmp_path / "out.json").read_text())["results"]}
-    assert not any(row["note"] for row in rows.values())
-    assert rows["stochastic-signs"]["state_bytes"] == 2 and rows["new-peer"]["state_bytes"] > 4
-    # two codes, and two fp32 scales to 32 values
-    assert rows["stochastic-e4m3-64"]["state_bytes"] == pytest.approx(2 + 2 * 4 / 64, abs=0.01)
 
 
 def test_the_rows_that_stood_before_the_registries_keep_their_order():
