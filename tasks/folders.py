@@ -27,6 +27,12 @@ from lowprec.errors import Refused
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 MASK_SUFFIXES = (".png", ".bmp", ".tif", ".tiff")  # lossy formats blur class ids into the values between them
 IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF")  # PIL opens 40 more, EPS by Ghostscript for one
+if importlib.util.find_spec("pillow_heif"):  # what phones write, read where its package is here
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+    IMAGE_SUFFIXES += (".heic", ".heif")
+    IMAGE_FORMATS += ("HEIF",)
 # may hold several images; those of a phone's JPEG are aids for the first
 PAGED_FORMATS = ("PNG", "WEBP", "TIFF", "GIF")
 MASK_FORMATS = ("PNG", "BMP", "TIFF")

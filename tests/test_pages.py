@@ -36,7 +36,7 @@ def test_every_command_parses(command):
         _, words = advising.build_advice_parser("train.py --advise").parse_known_args(words)
     # status 2 on an unknown flag or value
     given = vars(train.build_parser().parse_args(words))
-    verbs = {"dry_run", "check", "advise", "trial", "sample", "diagnose", "config"}
+    verbs = {"dry_run", "check", "list", "advise", "trial", "sample", "diagnose", "config"}
     assert set(given) <= set(train.FLAGS.defaults()) | verbs
 
 
