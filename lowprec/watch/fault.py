@@ -25,7 +25,7 @@ class Figure:
     value: held against the limit of the fault. tensor: its name, "" for all of them, None for what is
     examined. site: in place of the fault's. whole: held against the limit of a severe finding in place of the
     value. costs: the site that costs as much, by which it is sorted, in place of its own. words: what fills
-    the text, beside {figure}.
+    the text, beside {figure}; None for what was not measured.
     """
 
     def __init__(self, value=1.0, /, tensor=None, site=None, whole=None, costs=None, **words):
@@ -34,7 +34,8 @@ class Figure:
         self.site = site
         self.costs = costs
         self.whole = self.value if whole is None else whole
-        self.words = {"figure": self.value, **words}
+        self.words = {"figure": self.value}
+        self.words.update({name: word for name, word in words.items() if word is not None})
 
 
 @dataclasses.dataclass(frozen=True)

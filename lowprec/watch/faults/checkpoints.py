@@ -105,7 +105,7 @@ def unchanged(one):
     changed = one.before != one.after
     if changed.dim() == 2 and changed.any():
         changed = changed[changed.any(1)]  # a row that did not is of a token that never came
-    return Figure(1 - float(changed.float().mean()), **({"dtype": dtype_name(one.dtype)} if narrow else {}))
+    return Figure(1 - float(changed.float().mean()), dtype=dtype_name(one.dtype) if narrow else None)
 
 
 of_no_training = functools.partial(of_checkpoints, "update", family="untrained", severity="severe")
@@ -279,10 +279,7 @@ def v_can_shrink(one):
              "entries shrank]", "fp32 states, or stochastic rounding; nothing, if they are rounded so")
 def v_is_narrow(one):
     """Held in 16 bits, and not rounded stochastically as far as the file tells."""
-    if not one.to_nearest:
-        return None
-    words = {} if one.shrunk is None else {"shrunk": one.shrunk}
-    return Figure(dtype=dtype_name(one.v.dtype), **words)
+    return Figure(dtype=dtype_name(one.v.dtype), shrunk=one.shrunk) if one.to_nearest else None
 
 
 @of_saved_state("exp_avg_sq", "it was fp32 before", "put states back as they were saved", rank=2.0)

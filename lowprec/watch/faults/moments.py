@@ -62,7 +62,7 @@ def moments_rewritten(one):
 def v_burst(one):
     """Second moments that a step made not finite, although their gradients were finite."""
     is_fp16 = one.v is not None and one.v.dtype == torch.float16
-    return Figure(one.extra.v_burst, **({"dtype": "fp16"} if is_fp16 else {}))
+    return Figure(one.extra.v_burst, dtype="fp16" if is_fp16 else None)
 
 
 @of_v("cast from {old} to {new} by step {step}",

@@ -26,7 +26,7 @@ of_no_step = functools.partial(of_watch_without_steps, "step", family="no step")
 def no_finite_gradient(watch):
     """Backward passes whose gradients were not finite, the last of a watch that saw no step."""
     passes, spoilt = watch.passes.most()
-    return Figure(spoilt, passes=passes, **overflow(watch))
+    return Figure(spoilt, passes=passes, where=watch.passes.overflow.found or None)
 
 
 @of_no_step("no step was done since this watch began[, in {passes} backward passes]",
@@ -35,20 +35,15 @@ def no_finite_gradient(watch):
 def no_step_was_done(watch):
     """Backward passes of a watch that saw no step."""
     passes, _ = watch.passes.most()
-    return Figure(passes, **({"passes": passes} if passes >= 10 else {}))
+    return Figure(passes, passes=passes if passes >= 10 else None)
 
 
 @of_run("step", "no step was done in the last {figure:.0f} backward passes: gradients are not finite[; first "
         "of all {where}]", MEND_WHAT_OVERFLOWS, above=40.0, severity="severe", rank=9.2)
 def passes_without_step(seen):
     """Backward passes since the last step whose gradients were not finite."""
-    return Figure(seen.watch.passes.most()[1], **overflow(seen.watch))
-
-
-def overflow(watch):
-    """What tells where gradients became not finite, if that was seen."""
-    found = watch.passes.overflow.found
-    return {"where": found} if found else {}
+    passes = seen.watch.passes
+    return Figure(passes.most()[1], where=passes.overflow.found or None)
 
 
 # ---- The optimiser's parameters ----------------------------------------------------------------------------
@@ -162,12 +157,11 @@ def rounded_buffers(seen):
         what = "fp32 that holds rounded values only"
         if now.dtype in NARROW_DTYPES:
             what = f"held in {str(now.dtype).removeprefix('torch.')}"
-        figure = Figure(0.0, name, what=what)
+        error = 0.0
         known = then is not None and then.shape == values.shape
-        if known and torch.equal(then.bfloat16(), values.bfloat16()) and not torch.equal(then, values):
-            off = (then.double() - values.double()).norm()
-            figure.value = figure.words["error"] = float(off / then.double().norm().clamp_min(1e-300))
-        yield figure
+        if known and torch.equal(then.bfloat16(), values.bfloat16()):
+            error = float((then.double() - values.double()).norm() / then.double().norm().clamp_min(1e-300))
+        yield Figure(error, name, what=what, error=error or None)
 
 
 def buffers(seen):

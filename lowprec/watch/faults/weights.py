@@ -101,15 +101,18 @@ def unwritten(one):
     lost = one.lost("update")
     if lost is None:
         return None
-    figure = Figure(lost, whole=one.seen.lost_of_all, of_all=one.seen.lost_of_all)
-    if one.narrow:
-        cost, code = cost_of_nearest(one.seen.stuck_of_all), one.seen.line_of_code
-        figure.words.update(stuck=one.weight.stuck, cost=cost, code=code)
-    if one.unmoved > 0.01:
-        figure.words["unmoved"] = one.unmoved
-    if one.name in one.seen.norm_weights and one.ones > 0.5:  # as they started
-        figure.site, figure.words["ones"] = "gains", one.ones
-    return figure
+    is_gains = one.name in one.seen.norm_weights and one.ones > 0.5  # as they started
+    return Figure(
+        lost,
+        site="gains" if is_gains else None,
+        whole=one.seen.lost_of_all,
+        of_all=one.seen.lost_of_all,
+        ones=one.ones if is_gains else None,
+        stuck=one.weight.stuck if one.narrow else None,
+        unmoved=one.unmoved if one.unmoved > 0.01 else None,
+        cost=cost_of_nearest(one.seen.stuck_of_all),
+        code=one.seen.line_of_code,
+    )
 
 
 @of_update("it moves {times:.1f} times as far as the optimiser wants", "find what else writes it", "lost",
@@ -271,8 +274,8 @@ def eps_lost_in_fp16(one):
     if not one.eps_lost_in_fp16:
         return None
     share = one.extra.v_gone / max(1.0, one.extra.judged)
-    words = {"share": share} if share else {}
-    return Figure(share, whole=1.0 if one.extra.broken else share, eps=one.eps_lost_in_fp16, **words)
+    whole = 1.0 if one.extra.broken else share
+    return Figure(share, whole=whole, eps=one.eps_lost_in_fp16, share=share or None)
 
 
 @of_update("{figure:,.0f} weights became not finite in a step whose gradients are finite",
