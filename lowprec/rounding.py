@@ -195,13 +195,13 @@ class Way:
         """Whether a write into a weight of this dtype can lose something of fp32 x."""
         return dtype == torch.bfloat16
 
-    def held(self, p, low):
+    def held(self, p, low=None):
         """The fp32 value that weight p stands for. What others wrote into p, weights of a file or a mask,
         counts: the old low part is not to undo it.
         """
         return p.float()
 
-    def write(self, x, p, low, noise):
+    def write(self, x, p, noise, low=None):
         """Write fp32 x into p and its low part, in place. Returns the fp32 value that is held now.
 
         noise: int32 that rounds the last bf16 written, or None to round to nearest.
@@ -228,7 +228,7 @@ class Kahan(Way):
     def held(self, p, low):
         return p.float() + low.float()
 
-    def write(self, x, p, low, noise):
+    def write(self, x, p, noise, low):
         nearest = on_grid(x, 16, 0x8000)  # "noise" of half an ulp
         rest = on_grid(x - nearest, 16, noise)
         p.copy_(nearest)
@@ -257,7 +257,7 @@ class Split(Way):
         kept = torch.where((bits & 0x7FFFFFFF) == 0, remainder.clamp(min=0), remainder)
         return (bits + kept).view(torch.float32)
 
-    def write(self, x, p, low, noise):
+    def write(self, x, p, noise, low):
         weight, remainder = split_master(x)
         p.copy_(weight)
         low.copy_(remainder)
@@ -278,7 +278,7 @@ class Split8(Split):
     def held(self, p, low):
         return self._joined(p, low.to(torch.int32) * 256)
 
-    def write(self, x, p, low, noise):
+    def write(self, x, p, noise, low):
         now = on_grid(x, 8, noise)
         weight, remainder = split_master(now)
         p.copy_(weight)
@@ -302,7 +302,7 @@ class Fp32Master(Way):
         away = p.float().view(torch.int32) - low.view(torch.int32) + 0x8000
         return torch.where((away >= 0) & (away <= 0x10000), low, p.float())
 
-    def write(self, x, p, low, noise):
+    def write(self, x, p, noise, low):
         low.copy_(x)
         p.copy_(x)
         return x
@@ -335,8 +335,8 @@ class Eco(Way):
     def loses(self, dtype):
         return True
 
-    def write(self, x, p, low, noise):
-        return super().write(x, p, low, None)
+    def write(self, x, p, noise, low=None):
+        return super().write(x, p, None)
 
     def returned(self, error, moments, n):
         return self.feedback(error, moments, n)
@@ -364,7 +364,7 @@ def chosen_way(update, kahan, master):
     return next(iter(asked.values()), ALONE)
 
 
-def way_of(low):
+def way_of(low=None):
     """The Way of weights that `low`, a tensor or None, completes."""
     return ALONE if low is None else WAY_OF_LOW[low.dtype]
 
@@ -376,7 +376,7 @@ def exact_weight(p, low=None):
 
 def write_weight(x, p, low=None, noise=None):
     """Write fp32 x into weight p and its low part, in place. Returns the fp32 value that is held now."""
-    return way_of(low).write(x, p, low, noise)
+    return way_of(low).write(x, p, noise, low)
 
 
 # ---- The average of a weight -------------------------------------------------------------------------------

@@ -41,17 +41,18 @@ def flat(case):
 
 
 def step(case, kernel):
-    """[tensor] after kernel(p, g, moments, low, row, numbers, key, optimizer)."""
+    """[tensor] after kernel(p, g, moments, [low part] or [], row, numbers, key, optimizer)."""
     p, g, moments, low = flat(case)
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, weight_decay=0.1, update=case[3])
     numbers = optimizer.numbers(optimizer.param_groups[0], 7)
     row = torch.tensor([1 - 1e-4, 0.5, *numbers])
+    low = [t for t in [low] if t is not None]
     kernel(p, g, moments, low, row, numbers, rounding.noise_key(3, 7, 12345), optimizer)
-    return [t for t in (p, *moments, low) if t is not None]
+    return [p, *moments, *low]
 
 
 def generic(p, g, moments, low, row, numbers, key, optimizer):
-    kernel = rounded.step_kernel(optimizer.direction, type(numbers), way_of(low))
+    kernel = rounded.step_kernel(optimizer.direction, type(numbers), way_of(*low))
     compiled.fused(kernel, p, g, moments, low, row, key, optimizer.by_noise)
 
 

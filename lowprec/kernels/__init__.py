@@ -37,10 +37,10 @@ class Step:
 
     weights, gradients: lists of tensors whose values follow each other in all else; cpu_step alone takes more
     than one. moments: state.Held of n values each; keys: of the noise of their codes, None for the nearest
-    ones. way: a rounding.Way; low: its low part [n], or None. rule: by which hand-written kernels know the
-    optimiser, None for one that they don't. exact: whether the arithmetic is to round as torch.optim.AdamW's.
-    numbers: what `Rounded.numbers` said. row: fp32, what multiplies the weight, what multiplies the gradient,
-    and these numbers. key: int32 [3], see rounding.noise_bits.
+    ones. way: a rounding.Way; low: a list of its low part [n], or of none. rule: by which hand-written
+    kernels know the optimiser, None for one that they don't. exact: whether the arithmetic is to round as
+    torch.optim.AdamW's. numbers: what `Rounded.numbers` said. row: fp32, what multiplies the weight, what
+    multiplies the gradient, and these numbers. key: int32 [3], see rounding.noise_bits.
     """
 
     rule: str | None
@@ -50,7 +50,7 @@ class Step:
     moments: list
     keys: list
     way: Way
-    low: torch.Tensor | None
+    low: list
     numbers: tuple
     row: torch.Tensor
     key: torch.Tensor

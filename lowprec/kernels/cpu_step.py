@@ -219,14 +219,14 @@ def run(s):
         gradients=ctypes.addressof(gradients),
         threads=_threads(ends[-1]),
         floored=s.exact and exact_step.smallest_root_vanishes(s.numbers.beta2, s.numbers.eps),
-        low=None if s.low is None else s.low.data_ptr(),
+        low=next((t.data_ptr() for t in s.low), None),
         numbers=s.row.data_ptr(),
         key=s.key.data_ptr(),
         called=called,
         moments=moments,
     )
     library().update(ctypes.byref(step))
-    written = [*s.weights] if s.low is None else [*s.weights, s.low]
+    written = [*s.weights, *s.low]
     for held in s.moments:
         written += held.tensors().values()
     increment_version(written)  # autograd sees no write by pointer: a backward that needs the old is an error
@@ -356,7 +356,7 @@ def _is_exact():
     exact_step.update_moments(g, *theirs, row, exact_step.NUMBERS_OF_TRIAL, torch.empty_like(g))
     held = [types.SimpleNamespace(coder=None, values=t, tensors=dict) for t in own]
     key = torch.zeros(3, dtype=torch.int32)
-    tensors = dict(weights=[torch.zeros_like(g)], gradients=[g], moments=held, keys=[None, None], low=None)
+    tensors = dict(weights=[torch.zeros_like(g)], gradients=[g], moments=held, keys=[None, None], low=[])
     how = dict(rule="adamw", exact=True, way=ALONE, stochastic=False, compiled=True)
     run(Step(**tensors, **how, numbers=exact_step.NUMBERS_OF_TRIAL, row=row, key=key))
     return all(map(torch.equal, own, theirs))

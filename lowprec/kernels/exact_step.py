@@ -58,7 +58,7 @@ def run(s):
             torch.sqrt(root, out=root)
         else:
             update_moments(g[at], m[at], v[at], s.row, s.numbers, root)
-        low = None if s.low is None else s.low[at]
+        low = [t[at] for t in s.low]
         fused(_weight_kernel, p[at], m[at], root, low, s.row, compiled=s.compiled)
     for held, values, key in zip(s.moments, (m, v), s.keys, strict=True):
         held.put_back(values, key, s.compiled)
@@ -120,7 +120,7 @@ def _moment_kernel(g, m, v, root, row, floored):
 def _weight_kernel(p, m, root, low, row):
     n = Row(*row.unbind())
     update = (n.rate * m) / (root / n.root_correction + n.eps)
-    write_weight(exact_weight(p, low) * n.decay + update, p, low)
+    write_weight(exact_weight(p, *low) * n.decay + update, p, *low)
 
 
 NUMBERS_OF_TRIAL = Row(

@@ -58,7 +58,7 @@ def run(s):
     (m, *of_m, m_stretches), (v, *of_v, v_stretches) = operands
     with torch.cuda.device_of(p):
         grid = (triton.cdiv(p.numel(), ENTRIES_A_PROGRAM),)
-        low = p if s.low is None else s.low  # some pointer: it is not read
+        (low,) = s.low or [p]  # some pointer: it is not read
         pointers = (p, g, m, v, low, s.row, s.key, *of_m, *of_v)
         settings = (s.stochastic, exact, s.way.code, m_stretches, v_stretches, ENTRIES_A_PROGRAM)
         _adamw[grid](*pointers, p.numel(), *settings, **COMPILE_OPTIONS)

@@ -248,8 +248,8 @@ class RoundedAnswers(Answers):
         for bucket in self.begun():
             for name, held in bucket.moments.items():
                 total[name] += held.nbytes(bucket.whole)
-            if bucket.low is not None:
-                total[bucket.writing.way.site] += bucket.whole * bucket.low.element_size()
+            for low in bucket.low.values():
+                total[bucket.writing.way.site] += bucket.whole * low.element_size()
         for name, coder in self.coders.items():  # tables that all tensors share
             if any(self.coded(p, name) for p in self.bucket_of):
                 total[name] += coder.table_bytes(self.is_signed(name), self.by_noise)

@@ -23,9 +23,9 @@ class Bucket:
     """Tensors of one dtype and device that a kernel sees as one flat vector: a large one as a view, small
     ones copied together. start: by which the noise of its first entry is numbered.
 
-    Of an optimiser it also has moments {name: state.Held}, `low`, which completes the weights, flat or None,
-    and its Writing. `begun` says whether there is a state: not of a frozen parameter. names, given, places:
-    of the views of the state that parameters have been given.
+    Of an optimiser it also has moments {name: state.Held}, `low`, what completes the weights, {name: flat
+    tensor} of one or none, and its Writing. `begun` says whether there is a state: not of a frozen parameter.
+    names, given, places: of the views of the state that parameters have been given.
     """
 
     SMALL = 1 << 18  # elements; below it the fixed cost of a call outweighs the copies
@@ -36,7 +36,7 @@ class Bucket:
         self.params = [tensors[i] for i in indices]
         self.shapes = [t.shape for t in self.params]
         self.dtype = self.params[0].dtype
-        self.begun, self.moments, self.low, self.writing = False, {}, None, None
+        self.begun, self.moments, self.low, self.writing = False, {}, {}, None
         self.names, self.given, self.places = (), [], []
 
     @staticmethod
@@ -114,9 +114,9 @@ class Bucket:
                 held[i][name] = own
                 for suffix, t in own.tensors().items():
                     views[i][name + suffix] = t
-        if self.low is not None:
-            for own, view in zip(views, self.views(self.low, self.params), strict=True):
-                own[self.writing.way.name] = view
+        for name, low in self.low.items():
+            for own, view in zip(views, self.views(low, self.params), strict=True):
+                own[name] = view
         return held, views
 
     def views_of_codes(self, codes, lengths):

@@ -99,7 +99,8 @@ class ByTensor(Rounded):
         g = room("gradient", p).copy_(g).mul_(row[kernels.PLACE_OF_SCALE]).view(parameter.shape)
 
         def held():
-            whole = room("held", p).copy_(p) if piece.low is None else piece.writing.way.held(p, piece.low)
+            way = piece.writing.way
+            whole = room("held", p).copy_(p) if way.name is None else way.held(p, *piece.low.values())
             return whole.view(parameter.shape)
 
         moments = self._whole(parameter, piece.moments)
@@ -112,7 +113,8 @@ class ByTensor(Rounded):
 
     def _write(self, work, part, p, direction, rate):
         """Add rate * direction [n] to the weights p [n], by `rounded.write_step`."""
-        row, low = work.table.numbers[part.row][:2], work.piece.low  # without the optimiser's own numbers
+        row = work.table.numbers[part.row][:2]  # without the optimiser's own numbers
+        low = list(work.piece.low.values())
         row[kernels.PLACE_OF_SCALE].fill_(rate)  # which multiplies what is given in place of a gradient
         key = work.table.keys[part.row]
         s = kernels.Step(

@@ -111,7 +111,7 @@ class Protected(Peer):
                 kernels.write(q.flatten(), flat, noise_key(self.seed, *places[p], device=p.device), True)
                 p.copy_(flat.view_as(p))
             else:
-                way.write(q, p, self.state[p].setdefault(way.name, way.low(p)), None)
+                way.write(q, p, None, self.state[p].setdefault(way.name, way.low(p)))
 
         in_turns(self.inner, self._turns(given), self.inner.step, copied, written)
         for group in self.param_groups:

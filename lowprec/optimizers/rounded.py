@@ -80,8 +80,8 @@ kernels.RULES[adamw] = "adamw"
 def write_step(direction, kind, way, p, g, moments, low, row, key, stochastic):
     """One step of an optimiser on flat vectors [n], in place. All arithmetic is fp32; only the writes differ.
 
-    direction: as `adamw`; kind: the class of its numbers; way: a rounding.Way. low: what completes p, or
-    None. row, key: of a buckets.StepTable. stochastic: whether noise rounds, or to nearest.
+    direction: as `adamw`; kind: the class of its numbers; way: a rounding.Way. low: [what completes p], or
+    []. row, key: of a buckets.StepTable. stochastic: whether noise rounds, or to nearest.
     """
     decay, scale, *numbers = row.unbind()
     n = kind(*numbers)
@@ -92,8 +92,8 @@ def write_step(direction, kind, way, p, g, moments, low, row, key, stochastic):
         of_weight, of_moments = first, [first >> 16, second, second >> 16][: len(moments)]
     update, new = direction(g.float() * scale, [m.float() for m in moments], n)
     # decay is part of the fp32 sum: lr * decay near 1e-6 of a weight would never survive a write of its own
-    x = way.held(p, low) * decay + update
-    now = way.write(x, p, low, of_weight)
+    x = way.held(p, *low) * decay + update
+    now = way.write(x, p, of_weight, *low)
     new = way.returned(x - now, new, n)
     for m, value, noise in zip(moments, new, of_moments, strict=True):
         m.copy_(on_grid(value, LOST_BITS[m.dtype], noise))
@@ -318,8 +318,9 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             if any(self.size(p, name) for p in bucket.params):
                 bucket.moments[name] = self.home.keep(self.new_moment(bucket, name))
         bucket.writing = self._writing(bucket)
-        if bucket.writing.way.name is not None:
-            bucket.low = bucket.writing.way.low(bucket.gather(bucket.params).detach())
+        way = bucket.writing.way
+        if way.name is not None:
+            bucket.low = {way.name: way.low(bucket.gather(bucket.params).detach())}
         bucket.begun = True
         for p in bucket.params:
             self.bucket_of[p] = bucket
@@ -379,7 +380,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             taken.append({name: state[name] for name in named})
         # in new memory: the old may be the state of another parameter by now
         bucket.moments = {name: self.home.keep(held.copied()) for name, held in bucket.moments.items()}
-        bucket.low = None if bucket.low is None else bucket.low.clone()
+        bucket.low = {name: low.clone() for name, low in bucket.low.items()}
         _, own = bucket.of_each()
         for p, state, views, values in zip(bucket.params, states, own, taken, strict=True):
             self.state[p] = {"step": int(state.get("step", 0)) if values else 0}
@@ -401,8 +402,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
                 (p,) = alone.params
                 alone.begun, alone.writing = True, bucket.writing
                 alone.moments = {name: held.flat() for name, held in self.held_of[p].items()}
-                if bucket.low is not None:
-                    alone.low = self.state[p][bucket.writing.way.name].view(-1)
+                alone.low = {name: self.state[p][name].view(-1) for name in bucket.low}
         return found
 
     # -- one step
@@ -561,10 +561,10 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
     def _step_of(self, work, part, weights, gradients):
         """What a kernel is given, see kernels.Step."""
         piece, table, row = work.piece, work.table, part.row
-        moments, low = list(piece.moments.values()), piece.low
+        moments, low = list(piece.moments.values()), list(piece.low.values())
         if part.end - part.start < piece.numel:
             moments = [held.part(part.start, part.end) for held in moments]
-            low = None if low is None else low[part.start : part.end]
+            low = [t[part.start : part.end] for t in low]
         keys = []
         for held in moments:
             row += held.keyed  # their rows follow that of the weight

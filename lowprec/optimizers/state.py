@@ -254,7 +254,7 @@ class KeptState:
 
     def _checked(self, p, number, saved):
         """A saved state of p, its moments in codes where p's are; {} of a parameter without a step."""
-        if not saved and (p not in self.bucket_of or self.bucket_of[p].low is None):
+        if not saved and (p not in self.bucket_of or not self.bucket_of[p].low):
             return {}  # torch keeps nothing of a parameter without a step
         if p not in self.bucket_of:  # frozen here, and trained where that was saved
             self.begin_state(p)

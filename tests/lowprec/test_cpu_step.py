@@ -59,14 +59,14 @@ def afresh():
 
 
 def eager(p, g, moments, low, row, numbers, key, optimizer):
-    rounded.write_step(
-        optimizer.direction, type(numbers), way_of(low), p, g, moments, low, row, key, optimizer.by_noise
-    )
+    how = optimizer.direction, type(numbers), way_of(*low)
+    rounded.write_step(*how, p, g, moments, low, row, key, optimizer.by_noise)
 
 
 def by_cpu_step(p, g, moments, low, row, numbers, key, optimizer):
-    tensors = dict(weights=[p], gradients=[g], moments=list(map(Plain, moments)), keys=[None, None], low=low)
-    how = dict(rule="adamw", exact=False, way=way_of(low), stochastic=optimizer.by_noise, compiled=True)
+    moments = list(map(Plain, moments))
+    tensors = dict(weights=[p], gradients=[g], moments=moments, keys=[None, None], low=low)
+    how = dict(rule="adamw", exact=False, way=way_of(*low), stochastic=optimizer.by_noise, compiled=True)
     cpu_step.run(kernels.Step(**tensors, **how, numbers=numbers, row=row, key=key))
 
 

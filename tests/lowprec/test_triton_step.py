@@ -74,7 +74,7 @@ def by_triton(p, g, held, low, row, numbers, key, optimizer, exact=False):
     from lowprec.kernels import Step, triton_step
 
     how = dict(numbers=numbers, row=row, key=key, stochastic=optimizer.by_noise, compiled=False)
-    moments = dict(moments=held, keys=KEYS, way=rounding.way_of(low), low=low)
+    moments = dict(moments=held, keys=KEYS, way=rounding.way_of(*low), low=low)
     triton_step.run(Step(rule="adamw", exact=exact, weights=[p], gradients=[g], **moments, **how))
 
 
