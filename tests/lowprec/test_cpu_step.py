@@ -123,12 +123,12 @@ def trained(kinds, steps=5, dtype=torch.bfloat16, spoilt=False, optimizer=AdamW)
 
 
 @needs_kernel
-@pytest.mark.parametrize("spoilt", (False, True), ids=("finite", "with NaN and infinities"))
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_an_optimiser_writes_the_same_bits_without_it(kinds, spoilt, nearest_root):
-    ours = trained(kinds, spoilt=spoilt)
-    assert differing(ours, trained({**kinds, "compiled": False}, spoilt=spoilt)) == 0
+def test_an_optimiser_writes_the_same_bits_without_it(kinds, nearest_root):
+    """Finite values and, after the second step, NaN and infinities among them."""
+    ours = trained(kinds, steps=4, spoilt=True)
+    assert differing(ours, trained({**kinds, "compiled": False}, steps=4, spoilt=True)) == 0
 
 
 OTHERS = {"SGD": (SGD, {}), "SGD, Nesterov": (SGD, {"momentum": 0.9, "nesterov": True}), "Lion": (Lion, {})}
