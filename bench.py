@@ -9,19 +9,16 @@ one line and exit status 2. docs/speed.md, docs/formats.md and docs/evidence.md 
 """
 
 import argparse
-import importlib
 import os
-import pkgutil
 import signal
 import sys
 from pathlib import Path
 
 import torch
 
-import benchmarks
-import experiments.bench
 from benchmarks import gpu
 from benchmarks.common import DeviceClock, record, without_folder
+from experiments.bench import files
 from harness.ending import ends_once
 from harness.files import write_json
 from harness.flags import OneLineParser, natural
@@ -29,19 +26,7 @@ from harness.run_folder import environment
 from lowprec.errors import Refused
 from lowprec.machine import quiet_libraries
 
-
-def all_commands():
-    """{name: Command} of the files in benchmarks/ and experiments/bench/ that have one."""
-    found = {}
-    for package in (benchmarks, experiments.bench):
-        for file in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            command = getattr(importlib.import_module(file.name), "COMMAND", None)
-            if command:
-                found[command.name] = command
-    return found
-
-
-COMMANDS = all_commands()
+COMMANDS = {file.COMMAND.name: file.COMMAND for file in files() if hasattr(file, "COMMAND")}
 NOT_SETTINGS = ("bench", "out", "subjects")  # of the arguments
 
 

@@ -22,6 +22,7 @@ from benchmarks.common import (
     progress_bar,
     typed,
 )
+from benchmarks.records import of_record
 from lowprec.advice.answer import advise
 from lowprec.errors import Refused
 
@@ -118,6 +119,8 @@ def table(rows):
         lines.append([row["net"], f"`{row['flags']}`", *sizes])
     return markdown(heads, lines)
 
+
+TABLES = {"docs/advise.md": {"peaks": of_record(table, "cpu-advice")}}
 
 COMMAND = Command(
     "advice",

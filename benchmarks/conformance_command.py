@@ -15,6 +15,7 @@ import copy
 import functools
 import shutil
 import sys
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -31,6 +32,7 @@ from benchmarks.allocated import tensors_in
 from benchmarks.averages import progress, weight_path
 from benchmarks.common import Command, markdown, progress_bar, rows_by
 from benchmarks.conformance import Result, differing, judged, nothing, unequal
+from benchmarks.records import of_record
 from benchmarks.subjects import (
     AVERAGE_DECAY,
     BF16,
@@ -243,7 +245,6 @@ def exit_status(rows):
 # ---- The page ----------------------------------------------------------------------------------------------
 
 
-
 def table_with(name):
     """Which table of docs/evidence.md has a subject's column."""
     if "ema" in name:
@@ -280,6 +281,10 @@ def table(rows, names):
         lines.append([check, *(shown[name, check] for name in names)])
     return markdown(["check", *names], lines)
 
+
+TABLES = {"docs/evidence.md": {}}
+for name, columns in SUBJECTS_OF_TABLES.items():
+    TABLES["docs/evidence.md"][name] = of_record(partial(table, names=columns), "cpu-conformance")
 
 COMMAND = Command(
     "conformance",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import Command, add_names, markdown, progress_bar
+from benchmarks.records import of_record
 from harness.flags import natural
 from lowprec.errors import Refused
 
@@ -158,6 +159,42 @@ def result(row):
     how = FIRST_COMMANDS[row["name"]]
     return how.said.format(f"{row['scores'][how.score]:.3g}")
 
+
+DIGITS = "digits"
+TASK_TEXTS = {  # name of a first command: (the task, what one sees)
+    "default": ("diffusion", DIGITS),
+    "dit": ("diffusion transformer", "digits; `--size S/2` … `XL/2`"),
+    "ddpm": ("noise prediction", "digits, by DDIM sampling"),
+    "segment": ("segmentation", "masks beside predictions, Dice and IoU; `--config configs/production.yaml`"),
+    "classify": ("classification", "accuracy, and held-out images as a confusion matrix"),
+    "resnet18": ("the same with a ResNet-18", "11 million parameters"),
+    "vit": ("the same with a small ViT", "attention in place of convolutions"),
+    "language": ("language", "a text that the net writes, nats and bits a byte, tokens a second"),
+    "bdh": ("the same with BDH", "bare parameters, linear attention"),
+    "vae": ("autoencoder", "reconstructions below their images, PSNR"),
+    "latent": ("latent diffusion", "digits drawn in its latents; also `--task ddpm`, `--model dit`"),
+    "steve": ("objects in video", "reconstructions, and slots as masks, which find no object so soon"),
+    "slotcontrast": ("objects in video", "slots that find the objects and follow them"),
+    "consistency": ("one to four steps", "digits in two steps, learnt from data alone"),
+    "teacher": ("a teacher for the next one", "digits, with `--name teacher`"),
+    "distill": ("half the steps", "a student that takes one step for two of its teacher's"),
+    "perceptual": ("a perceptual term", "digits, trained on features too"),
+}
+
+
+def tasks_table(rows):
+    """What docs/tasks.md shows."""
+    lines = []
+    for row in rows:
+        task, seen = TASK_TEXTS[row["name"]]
+        lines.append([task, f"`{typed_row(row)}`", minutes(row), result(row), seen])
+    return markdown(["task", "command", "minutes", "what came out", "what you see"], lines)
+
+
+TABLES = {
+    "docs/speed.md": {"first": of_record(table, "cpu-first")},
+    "docs/tasks.md": {"first commands": of_record(tasks_table, "cpu-first")},
+}
 
 COMMAND = Command(
     "first",

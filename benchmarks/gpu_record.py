@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import markdown, or_dash, rows_by
+from benchmarks.common import BYTES_A_GIB, markdown, or_dash, rows_by
 from benchmarks.gpu_cells import GPU_RECIPES, cell_key, cells
+from benchmarks.records import H100, H100_COMPILED, H100_STATES, of_record
 from harness.files import write_atomically, write_json
 from harness.run_folder import environment
 from lowprec.errors import Refused
@@ -206,3 +207,36 @@ def docs_figures(eager, compiled):
     speeds = [or_dash(row and images_per_second(row), ".0f") for row in (eager, compiled)]
     row = eager or compiled
     return [*speeds, times_bf16(row), peak_gib(row), or_dash(row["bytes_per_parameter"], ".2f")]
+
+
+def peaks_table(rows):
+    """Peak memory of a compiled step on an H200: a row a recipe, a column a net."""
+    nets = list(dict.fromkeys(row["net"] for row in rows))
+    titles = [f"{GPU_NET_TITLES[net]}, batch of {net.rpartition(':')[2]}" for net in nets]
+    lines = []
+    for name in dict.fromkeys(row["recipe"] for row in rows):
+        peaks = []
+        for net in nets:
+            found = [row["peak_bytes"] for row in rows if row["net"] == net and row["recipe"] == name]
+            peaks.append(f"{found[0] / BYTES_A_GIB:.2f}" if found else "-")
+        lines.append([f"`{name}`", *peaks])
+    return markdown(["peak GiB, compiled", *titles], lines)
+
+
+def one_net(record, net):
+    """A callable that makes the table of one net of a record."""
+    return of_record(lambda rows: docs_table({"results": [row for row in rows if row["net"] == net]}), record)
+
+
+DIT, UNET = "dit:XL/2:64:8", "unet:base:64:32"
+TABLES = {
+    "docs/speed.md": {
+        "gpu": one_net(H100, "dit:B/2:32:64"),
+        "gpu compiled DiT": one_net(H100_COMPILED, DIT),
+        "gpu compiled U-Net": one_net(H100_COMPILED, UNET),
+        "gpu states DiT H100": one_net(H100_STATES, DIT),
+        "gpu states DiT": one_net("gpu-nvidia-h200-states", DIT),
+        "gpu states U-Net": one_net("gpu-nvidia-h200-states", UNET),
+        "gpu peaks": of_record(peaks_table, "gpu-nvidia-h200"),
+    }
+}

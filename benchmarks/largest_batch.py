@@ -31,6 +31,7 @@ from benchmarks.common import (
     training_step,
     typed,
 )
+from benchmarks.records import H100, of_record
 from harness.batch_size import TrialMemory, largest_power_of_two, survives
 from harness.flags import natural
 from lowprec.advice.answer import advise
@@ -152,6 +153,8 @@ def table(rows):
             lines.append([spec.rpartition(":")[0], row["recipe"], str(row["batch"]), times, told])
     return markdown(["net", "recipe", "largest batch", "times the first", "advise tells"], lines)
 
+
+TABLES = {"docs/speed.md": {"gpu batch": of_record(table, f"{H100}-batch", f"{H100}-batch-unet")}}
 
 COMMAND = Command(
     "batch",

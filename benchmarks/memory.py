@@ -30,6 +30,7 @@ from benchmarks.common import (
     training_step,
     typed,
 )
+from benchmarks.records import of_record
 from harness.flags import natural
 from lowprec.formats import FORMATS
 from lowprec.parts import offload
@@ -253,6 +254,16 @@ def flags_of_states(flags):
         of_states.pop(of_products, None)
     return typed(of_states)
 
+
+DOCS_NET = "dit:S/8:64:1"
+
+
+def docs_table(rows):
+    """What docs/formats.md shows of a record."""
+    return memory_table({row["flags"]: row for row in rows if row["net"] == DOCS_NET and "weights" in row})
+
+
+TABLES = {"docs/formats.md": {"memory": of_record(docs_table, "cpu-memory")}}
 
 COMMAND = Command(
     "memory",

@@ -21,6 +21,7 @@ from benchmarks.common import (
     Command,
     add_names,
     in_turn,
+    markdown,
     moment_formats,
     moments_in,
     or_dash,
@@ -30,6 +31,7 @@ from benchmarks.common import (
     take_turns,
     timed,
 )
+from benchmarks.records import median_ms, of_record
 from harness.flags import natural
 from lowprec.errors import Refused
 from lowprec.optimizers import build, peers
@@ -288,6 +290,56 @@ def print_contender(row, medians):
     figures += f"{or_dash(row['state_bytes'], '.2f'):>15}{row['first_step_s']:>14.2f}"
     print(f"{row['name']:<18}{figures}  {row['protection']}")
 
+
+# ---- The page ----------------------------------------------------------------------------------------------
+
+OPTIMIZER_ROWS = {  # what the record calls it: (what the page calls it, how a bf16 write is protected)
+    "stochastic": ("ours, `--stochastic`", "stochastic: weights and both moments"),
+    "kahan": ("ours, `--kahan`", "compensated"),
+    "kahan-stochastic": ("ours, `--kahan --stochastic`", "compensated and stochastic"),
+    "split": ("ours, `--master split`", "exact fp32 master, fp32 moments"),
+    "stochastic-8bit": ("ours, `--stochastic --opt8bit`", "stochastic: weights and codes of both moments"),
+    "stochastic-4bit": ("ours, `--stochastic --opt4bit`", "stochastic: weights and codes of both moments"),
+    "stochastic-e4m3": (
+        "ours, `--stochastic`, states in e4m3",
+        "stochastic: weights and codes of both moments",
+    ),
+    "stochastic-sgd": ("ours, `--stochastic --optimizer sgd`", "stochastic: weights and momentum"),
+    "stochastic-lion": ("ours, `--stochastic --optimizer lion`", "stochastic: weights and momentum"),
+    "stochastic-adafactor": ("ours, `--stochastic --optimizer adafactor`", "stochastic: weights and moments"),
+    "stochastic-muon": ("ours, `--stochastic --optimizer muon`", "stochastic: weights and momentum"),
+    "optimi": ("torch-optimi, Kahan", "compensated"),
+    "torchao": ("torchao, stochastic", "stochastic weights"),
+    "torchastic": ("torchastic", "stochastic: weights and both moments"),
+    "heavyball": ("HeavyBall, stochastic", "stochastic: weights and both moments"),
+    "adamw-bf16": ("adamw-bf16", "compensated and stochastic"),
+    "sdnq": ("SDNQ", "stochastic weights"),
+    "bitsandbytes": ("bitsandbytes 8-bit", "not"),
+    "torch-fused": ("torch, fused", "not"),
+    "fp32": ("ours, fp32 weights", "fp32, nothing to protect"),
+    "torch-fused-fp32": ("torch, fused, fp32 weights", "fp32, nothing to protect"),
+}
+
+
+def docs_table(rows):
+    """What docs/speed.md shows of a record."""
+    lines = []
+    for name, (said, protection) in OPTIMIZER_ROWS.items():
+        mixed = median_ms(rows, name=name, layout="mixed")
+        large = median_ms(rows, name=name, layout="large")
+        if mixed and large:
+            lines.append([said, f"{mixed:.1f}", f"{large:.1f}", protection])
+    heads = ["optimiser", "271 tensors of mixed sizes", "4 large tensors", "how a bf16 write is protected"]
+    return markdown(heads, lines)
+
+
+TABLES = {
+    "docs/speed.md": {
+        "optimizers": of_record(docs_table, "cpu-optimizers"),
+        "optimizers amd": of_record(docs_table, "cpu-optimizers-amd"),
+        "optimizers avx2": of_record(docs_table, "cpu-optimizers-avx2"),
+    }
+}
 
 COMMAND = Command(
     "optimizers",

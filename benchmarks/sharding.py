@@ -27,6 +27,7 @@ from benchmarks.common import (
     markdown,
     parse_net,
 )
+from benchmarks.records import of_record
 from harness.flags import natural
 from lowprec.advice import footprint
 from lowprec.ledger import WORLDS_SHOWN, gathered_at_once, held_by_rank
@@ -162,6 +163,10 @@ def measured_table(rows):
             lines.append([row["net"], row["flags"], *sizes, str(off)])
     return markdown(heads, lines)
 
+
+TABLES = {
+    "docs/many_gpus.md": {"sharded": table, "sharding": of_record(measured_table, "cpu-sharding")},
+}
 
 COMMAND = Command(
     "sharding",

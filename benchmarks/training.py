@@ -4,6 +4,7 @@ Each recipe takes two turns a round, without and with telemetry. Forward and bac
 optimiser and the average.
 """
 
+import functools
 import statistics
 from contextlib import nullcontext
 from functools import partial
@@ -20,6 +21,7 @@ from benchmarks.common import (
     add_names,
     add_nets,
     check_nets,
+    markdown,
     or_dash,
     parse_net,
     prepared,
@@ -29,6 +31,7 @@ from benchmarks.common import (
     take_turns,
     timed,
 )
+from benchmarks.records import H100_COMPILED, median_ms, milliseconds, rows_of_record
 from harness.flags import natural
 from lowprec.kernels import cpu_products
 from lowprec.precision import recipe
@@ -146,6 +149,116 @@ def print_net(spec, rows, args):
         sizes = f"{extra:>11.2%}{row['bytes_per_parameter']:>9.2f}{or_dash(peak, '.1f'):>10}"
         print(f"{row['recipe']:<22}{figures}{sizes}{row['first_step_s']:>14.2f}")
 
+
+# ---- The pages ---------------------------------------------------------------------------------------------
+
+TIMED_FLAGS = ["`--bf16`", "`--pure_bf16 --stochastic`"]
+TRAINED_NETS = {  # (record, net): what the page calls it
+    ("cpu-training-64x64", "unet:small:64:8"): "U-Net, 64 and 128 channels, 64x64 images",
+    ("cpu-training-64x64", "dit:S/8:64:8"): "DiT S/8, 64x64 images",
+    ("cpu-training-8x8", "unet:tiny:8:64"): "tiny U-Net, 8x8 images: overheads hide the gain",
+    ("cpu-training-8x8", "dit:tiny:8:64"): "tiny DiT, 8x8 images",
+}
+
+
+def training_table():
+    lines = []
+    for (record, net), said in TRAINED_NETS.items():
+        rows = rows_of_record(record)
+        fp32 = median_ms(rows, net=net, recipe="fp32")
+        speeds = []
+        for name in ("bf16", "pure_bf16-stochastic"):
+            speeds.append(f"{fp32 / median_ms(rows, net=net, recipe=name):.1f}")
+        lines.append([said, *speeds, f"`{record}.json`, `{net}`"])
+    return markdown(["net", *TIMED_FLAGS, "record in `experiments/bench/`"], lines)
+
+
+PRODUCT_NETS = {"unet:tiny:8:64": "tiny U-Net, 8x8 images", "dit:tiny:8:64": "tiny DiT, 8x8 images"}
+
+
+def products_table():
+    """Whole steps on a CPU without bf16 instructions, as speeds against fp32."""
+    lines = []
+    columns = (
+        ("cpu-products", "bf16"),
+        ("cpu-products", "pure_bf16-stochastic"),
+        ("cpu-products-of-torch", "bf16"),
+    )
+    for net, said in PRODUCT_NETS.items():
+        speeds = []
+        for record, name in columns:
+            fp32 = median_ms(rows_of_record(record), net=net, recipe="fp32")
+            speeds.append(f"{fp32 / median_ms(rows_of_record(record), net=net, recipe=name):.2f}")
+        lines.append([said, *speeds])
+    return markdown(["net", *TIMED_FLAGS, "`--bf16` with torch's own products"], lines)
+
+
+SYSTEMS = "cpu-systems"  # a record whose rows are named otherwise
+SPEED_COLUMNS = {  # what the page calls it: (record, net)
+    "U-Net, 64x64 images": ("cpu-training-64x64", "unet:small:64:8"),
+    "DiT S/8, 64x64 images": ("cpu-training-64x64", "dit:S/8:64:8"),
+    "BDH, text": (SYSTEMS, "language"),
+    "DiT-XL/2 on an H100, compiled": (H100_COMPILED, "dit:XL/2:64:8"),
+}
+ON_GPU = "DiT-XL/2 on an H100, compiled"
+SPEED_ROWS = {  # flags: what records call them
+    "--bf16": ("bf16",),
+    "--pure_bf16": ("pure_bf16-nearest",),
+    "--pure_bf16 --stochastic": ("pure_bf16-stochastic",),
+    "--pure_bf16 --kahan": ("pure_bf16-kahan",),
+    "--pure_bf16 --master split": ("pure_bf16-split",),
+    "--opt8bit": ("opt8bit",),
+    "--bf16 --opt8bit": ("bf16, 8-bit states",),
+    "--pure_bf16 --stochastic --opt8bit": (
+        "pure bf16 stochastic, 8-bit states",
+        "pure_bf16-stochastic-opt8bit",
+    ),
+    "--fp8": ("fp8 (emulated)", "fp8-torchao-tensorwise"),
+}
+TF32 = "tf32"
+
+
+@functools.cache
+def column_speeds(column):
+    """{what the record calls a recipe: its speed against the reference of the column}.
+
+    On the H100 the reference is fp32 code that may use TF32; on CPUs, where there is none, fp32.
+    """
+    record, net = SPEED_COLUMNS[column]
+    found = {}
+    if record == SYSTEMS:
+        for row in rows_of_record(record):
+            if row["table"] == net and row.get("ms"):
+                found[row["name"]] = row["items_a_step"] / statistics.median(row["ms"])
+    else:
+        for name, time in milliseconds(record, net).items():
+            found[name] = 1 / time
+    reference = found[TF32] if TF32 in found else found["fp32"]
+    return {name: speed / reference for name, speed in found.items()}
+
+
+def speed_text(column, flags):
+    """'1.8', or '-' where it was not measured."""
+    known = column_speeds(column)
+    for name in SPEED_ROWS.get(flags, ()):
+        if name in known:
+            return f"{known[name]:.1f}"
+    return "-"
+
+
+def speeds_table():
+    lines = []
+    for flags in SPEED_ROWS:
+        cells = [speed_text(column, flags) for column in SPEED_COLUMNS]
+        if set(cells) != {"-"}:
+            lines.append([f"`{flags}`", *cells])
+    return markdown(["flags", *SPEED_COLUMNS], lines)
+
+
+TABLES = {
+    "docs/speed.md": {"training": training_table, "products": products_table},
+    "docs/recipes.md": {"speeds": speeds_table},
+}
 
 COMMAND = Command(
     "training",

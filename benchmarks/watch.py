@@ -26,6 +26,7 @@ from benchmarks.common import (
     timed,
     training_step,
 )
+from benchmarks.records import of_record
 from harness.flags import natural
 from lowprec.watch.watch import Watch
 
@@ -133,6 +134,8 @@ def table(rows):
         lines.append([f"`{row['net']}`", f"`{row['recipe']}`", step, look, f"{row['share']:.1%}"])
     return markdown(["net, size, image, batch", "recipe", "step", "look", "share at every=50"], lines)
 
+
+TABLES = {"docs/faults.md": {"looks": of_record(table, "cpu-watch")}}
 
 COMMAND = Command(
     "watch",

@@ -26,6 +26,7 @@ import torch
 
 import strategies
 from benchmarks.common import Command, markdown, progress_bar
+from benchmarks.records import of_record
 from harness.batches import read_batches
 from harness.flags import natural
 from lowprec.kernels import cpu_products
@@ -235,6 +236,8 @@ def table(rows):
     change = "held-out loss against fp32, %: mean (smallest to largest)"
     return markdown(["held in", change, "of exp_avg_sq 0, %", "steps skipped, at most"], lines)
 
+
+TABLES = {"docs/formats.md": {"fp16": of_record(table, "cpu-fp16")}}
 
 COMMAND = Command(
     "fp16",

@@ -40,6 +40,7 @@ import torch.nn.functional as F
 
 import strategies
 from benchmarks.common import Command, DeviceClock, markdown, parse_net, prepared, timed, training_step
+from benchmarks.records import of_record
 from experiments.bench.fp16_weights import Training, Way
 from harness.batches import end_workers
 from harness.flags import natural
@@ -369,6 +370,52 @@ def guide_text(row):
 def table(rows):
     return markdown(["measured", "figure"], [[row["what"], guide_text(row)] for row in rows])
 
+
+GUIDE_TEXTS = {  # question: (what guides say, whether it holds)
+    "loading": (
+        "if there is no speed-up, raise num_workers",
+        "not for data that lie in memory: hardly a step waits for them, and workers cost more",
+    ),
+    "casting": ("casting inputs by hand under autocast makes training slow", "not seen on a CPU"),
+    "bare": ("a 4-bit linear layer cannot hold a model of bare parameters", "holds for BDH"),
+    "attention": (
+        "FP8 speeds up attention",
+        "of small use to a DiT even at twice the speed, by arithmetic; speed itself was not measured",
+    ),
+    "drawing": (
+        "nets infer in FP4",
+        "4 bits cost the loss something without further training, and AWQ is not seen to help this net; "
+        "whether it is fast takes a GPU",
+    ),
+    "divergence": (
+        "against NaN lower the learning rate, and clip gradients",
+        "a rate 300 times too high gave no NaN here, and a loss that hardly falls or rises. The usual rate "
+        "mends that; clipping at 1 does not, since AdamW divides by the gradient's size",
+    ),
+    "conditions": (
+        "a net may see more than labels",
+        "holds for stochastic rounding. To nearest a net that sees the blurred image loses more than one "
+        "that sees noise alone",
+    ),
+    "ranges": (
+        "values outside of the range of the data are clamped to black and white, a sign of a fault",
+        "a sound net in fp32 draws such values too, close to the range, whether images are in -1 to 1 or in "
+        "0 to 1; values far outside are rare",
+    ),
+}
+
+
+def docs_table(rows):
+    """What docs/evidence.md shows."""
+    lines = []
+    for question, (said, verdict) in GUIDE_TEXTS.items():
+        own = [row for row in rows if row["question"] == question]
+        found = "; ".join(f"{row['what']}: {guide_text(row)}" for row in own)
+        lines.append([said, found, verdict])
+    return markdown(["the guides say", "measured here", "holds?"], lines)
+
+
+TABLES = {"docs/evidence.md": {"guides": of_record(docs_table, "cpu-guides")}}
 
 COMMAND = Command(
     "guides",

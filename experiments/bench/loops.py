@@ -29,6 +29,7 @@ from benchmarks.common import (
     take_turns,
     timed,
 )
+from benchmarks.records import of_record
 from experiments.bench.other_loops import KINDS_OF_PRECISION, LOOPS, stepper
 from lowprec.attention import attend
 from lowprec.errors import Refused
@@ -286,6 +287,34 @@ def task_speeds_table(rows):
     heads = ["task", "command", "bare loop, ms", "ours, ms", "ours / bare loop", "half of the rounds"]
     return markdown(heads, lines)
 
+
+# ---- The page ----------------------------------------------------------------------------------------------
+
+
+def one_net_table(rows, net):
+    return net_table([row for row in rows if row["net"] == net]).replace("| loop |", f"| {net} |", 1)
+
+
+def bare_and_ours_table(rows):
+    """Speeds of the bare loop and of ours, a column a net."""
+    ratios = {}
+    for row in rows:
+        ratios[row["loop"], row["kind"], row["net"]] = f"{row['ratio']:.2f}"
+    lines = []
+    for kind in KINDS_OF_PRECISION:
+        for loop in BARE_AND_OURS:
+            lines.append([f"{loop}, {kind}", *(ratios[loop, kind, net] for net in LOOP_NETS)])
+    return markdown(["loop", *LOOP_NETS], lines)
+
+
+TABLES = {
+    "docs/speed.md": {
+        "peers amd": of_record(bare_and_ours_table, "cpu-peers-amd"),
+        "tasks": of_record(task_speeds_table, "cpu-tasks"),
+    }
+}
+for net in LOOP_NETS:
+    TABLES["docs/speed.md"][f"peers {net}"] = of_record(partial(one_net_table, net=net), "cpu-peers")
 
 COMMAND = Command(
     "peers",

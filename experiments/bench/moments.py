@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.common import ADAMW_OPTIONS, Command, markdown, moment_formats, moments_in, progress_bar
 from benchmarks.conformance_writes import after_a_drop
+from benchmarks.records import of_record
 from harness.flags import natural
 from lowprec.optimizers import build, rounded
 from lowprec.precision import recipe
@@ -70,6 +71,8 @@ def moments_table(rows):
         lines.append([name, f"{row['dropped']:.2f}", f"{row['others']:.2f}"])
     return markdown(["exp_avg_sq", "of the dropped half", "of the others"], lines)
 
+
+TABLES = {"docs/formats.md": {"moments": of_record(moments_table, "cpu-moments")}}
 
 COMMAND = Command(
     "moments",

@@ -31,6 +31,7 @@ from benchmarks.common import (
     started_cells,
     take_turns,
 )
+from benchmarks.records import of_record
 from harness.flags import count
 from harness.validation import steps_an_epoch
 from lowprec.errors import Refused
@@ -255,6 +256,10 @@ def system_table(rows):
     return markdown(heads, lines)
 
 
+def one_table(rows, name):
+    return system_table([row for row in rows if row["table"] == name])
+
+
 def ms_an_item(row):
     return statistics.median(row["ms"]) / row["items_a_step"]
 
@@ -271,6 +276,10 @@ def system_figures(row, first):
         or_dash(score, ".4f"),
     ]
 
+
+TABLES = {"docs/speed.md": {}}
+for name in SYSTEM_TABLES:
+    TABLES["docs/speed.md"][f"systems {name}"] = of_record(partial(one_table, name=name), "cpu-systems")
 
 COMMAND = Command(
     "systems",

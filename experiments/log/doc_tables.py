@@ -6,83 +6,17 @@ and `report.py --check` says whether it is the one that the records give.
     updated_pages(base, experiments, known)     {path: text} of all pages with their tables
 """
 
-import functools
-import statistics
-
-from benchmarks import advice, conformance_command, first, memory, sharding, watch
+from benchmarks import training
 from benchmarks.common import BYTES_A_GIB
-from experiments.bench import fp16_weights, guides, moments
-from experiments.log import overview, speed_tables, stats
+from experiments import bench
+from experiments.log import overview, stats
 from experiments.log.analysis import loss_comparison, scores_by_seed
-from experiments.log.speed_tables import H100_COMPILED, rows_of_record
 from experiments.log.tables import markdown_table
 from lowprec.advice.answer import advise
 from lowprec.advice.subjects import of_count
 from lowprec.errors import Refused
 
 # ---- docs/recipes.md and docs/advise.md --------------------------------------------------------------------
-
-SYSTEMS = "cpu-systems"  # a record whose rows are named otherwise
-SPEED_COLUMNS = {  # what the page calls it: (record, net)
-    "U-Net, 64x64 images": ("cpu-training-64x64", "unet:small:64:8"),
-    "DiT S/8, 64x64 images": ("cpu-training-64x64", "dit:S/8:64:8"),
-    "BDH, text": (SYSTEMS, "language"),
-    "DiT-XL/2 on an H100, compiled": (H100_COMPILED, "dit:XL/2:64:8"),
-}
-ON_GPU = "DiT-XL/2 on an H100, compiled"
-SPEED_ROWS = {  # flags: what records call them
-    "--bf16": ("bf16",),
-    "--pure_bf16": ("pure_bf16-nearest",),
-    "--pure_bf16 --stochastic": ("pure_bf16-stochastic",),
-    "--pure_bf16 --kahan": ("pure_bf16-kahan",),
-    "--pure_bf16 --master split": ("pure_bf16-split",),
-    "--opt8bit": ("opt8bit",),
-    "--bf16 --opt8bit": ("bf16, 8-bit states",),
-    "--pure_bf16 --stochastic --opt8bit": (
-        "pure bf16 stochastic, 8-bit states",
-        "pure_bf16-stochastic-opt8bit",
-    ),
-    "--fp8": ("fp8 (emulated)", "fp8-torchao-tensorwise"),
-}
-TF32 = "tf32"
-
-
-@functools.cache
-def column_speeds(column):
-    """{what the record calls a recipe: its speed against the reference of the column}.
-
-    On the H100 the reference is fp32 code that may use TF32; on CPUs, where there is none, fp32.
-    """
-    record, net = SPEED_COLUMNS[column]
-    found = {}
-    if record == SYSTEMS:
-        for row in rows_of_record(record):
-            if row["table"] == net and row.get("ms"):
-                found[row["name"]] = row["items_a_step"] / statistics.median(row["ms"])
-    else:
-        for name, time in speed_tables.milliseconds(record, net).items():
-            found[name] = 1 / time
-    reference = found[TF32] if TF32 in found else found["fp32"]
-    return {name: speed / reference for name, speed in found.items()}
-
-
-def speed_text(column, flags):
-    """'1.8', or '-' where it was not measured."""
-    known = column_speeds(column)
-    for name in SPEED_ROWS.get(flags, ()):
-        if name in known:
-            return f"{known[name]:.1f}"
-    return "-"
-
-
-def speeds_table():
-    table = [["flags", *SPEED_COLUMNS]]
-    for flags in SPEED_ROWS:
-        cells = [speed_text(column, flags) for column in SPEED_COLUMNS]
-        if set(cells) != {"-"}:
-            table.append([f"`{flags}`", *cells])
-    return markdown_table(table)
-
 
 MACHINES = {  # columns of the table of docs/advise.md: parameters, memory of a GPU, number of GPUs
     "0.8 B, 16 GiB": (0.8e9, "16GiB", 1),
@@ -99,8 +33,8 @@ def recipes_table(found):
         if not flags:
             table.append(["(none): fp32", size, "0, the reference", "-", "-", "1", "1"])
             continue
-        on_cpu, on_gpu = speed_text("U-Net, 64x64 images", flags), speed_text(ON_GPU, flags)
-        table.append([f"`{flags}`", size, *cells[flags], on_cpu, on_gpu])
+        speeds = [training.speed_text(column, flags) for column in ("U-Net, 64x64 images", training.ON_GPU)]
+        table.append([f"`{flags}`", size, *cells[flags], *speeds])
     return markdown_table(table)
 
 
@@ -131,94 +65,7 @@ def default_run_table(experiments, known):
     return markdown_table(table)
 
 
-# ---- docs/evidence.md --------------------------------------------------------------------------------------
-
-GUIDE_TEXTS = {  # question of guides.py: (what guides say, whether it holds)
-    "loading": (
-        "if there is no speed-up, raise num_workers",
-        "not for data that lie in memory: hardly a step waits for them, and workers cost more",
-    ),
-    "casting": ("casting inputs by hand under autocast makes training slow", "not seen on a CPU"),
-    "bare": ("a 4-bit linear layer cannot hold a model of bare parameters", "holds for BDH"),
-    "attention": (
-        "FP8 speeds up attention",
-        "of small use to a DiT even at twice the speed, by arithmetic; speed itself was not measured",
-    ),
-    "drawing": (
-        "nets infer in FP4",
-        "4 bits cost the loss something without further training, and AWQ is not seen to help this net; "
-        "whether it is fast takes a GPU",
-    ),
-    "divergence": (
-        "against NaN lower the learning rate, and clip gradients",
-        "a rate 300 times too high gave no NaN here, and a loss that hardly falls or rises. The usual rate "
-        "mends that; clipping at 1 does not, since AdamW divides by the gradient's size",
-    ),
-    "conditions": (
-        "a net may see more than labels",
-        "holds for stochastic rounding. To nearest a net that sees the blurred image loses more than one "
-        "that sees noise alone",
-    ),
-    "ranges": (
-        "values outside of the range of the data are clamped to black and white, a sign of a fault",
-        "a sound net in fp32 draws such values too, close to the range, whether images are in -1 to 1 or in "
-        "0 to 1; values far outside are rare",
-    ),
-}
-
-
-def guides_table():
-    rows = rows_of_record("cpu-guides")
-    table = [["the guides say", "measured here", "holds?"]]
-    for question, (said, verdict) in GUIDE_TEXTS.items():
-        own = [row for row in rows if row["question"] == question]
-        found = "; ".join(f"{row['what']}: {guides.guide_text(row)}" for row in own)
-        table.append([said, found, verdict])
-    return markdown_table(table)
-
-
-# ---- docs/tasks.md -----------------------------------------------------------------------------------------
-
-DIGITS = "digits"
-TASK_TEXTS = {  # name of a first command: (the task, what one sees)
-    "default": ("diffusion", DIGITS),
-    "dit": ("diffusion transformer", "digits; `--size S/2` … `XL/2`"),
-    "ddpm": ("noise prediction", "digits, by DDIM sampling"),
-    "segment": ("segmentation", "masks beside predictions, Dice and IoU; `--config configs/production.yaml`"),
-    "classify": ("classification", "accuracy, and held-out images as a confusion matrix"),
-    "resnet18": ("the same with a ResNet-18", "11 million parameters"),
-    "vit": ("the same with a small ViT", "attention in place of convolutions"),
-    "language": ("language", "a text that the net writes, nats and bits a byte, tokens a second"),
-    "bdh": ("the same with BDH", "bare parameters, linear attention"),
-    "vae": ("autoencoder", "reconstructions below their images, PSNR"),
-    "latent": ("latent diffusion", "digits drawn in its latents; also `--task ddpm`, `--model dit`"),
-    "steve": ("objects in video", "reconstructions, and slots as masks, which find no object so soon"),
-    "slotcontrast": ("objects in video", "slots that find the objects and follow them"),
-    "consistency": ("one to four steps", "digits in two steps, learnt from data alone"),
-    "teacher": ("a teacher for the next one", "digits, with `--name teacher`"),
-    "distill": ("half the steps", "a student that takes one step for two of its teacher's"),
-    "perceptual": ("a perceptual term", "digits, trained on features too"),
-}
-
-
-def tasks_table():
-    table = [["task", "command", "minutes", "what came out", "what you see"]]
-    for row in rows_of_record("cpu-first"):
-        task, seen = TASK_TEXTS[row["name"]]
-        table.append([task, f"`{first.typed_row(row)}`", first.minutes(row), first.result(row), seen])
-    return markdown_table(table)
-
-
-# ---- docs/formats.md ---------------------------------------------------------------------------------------
-
-
-def readme_memory_table():
-    rows = {}
-    for row in rows_of_record("cpu-memory"):
-        if row["net"] == "dit:S/8:64:1" and "weights" in row:
-            rows[row["flags"]] = row
-    return memory.memory_table(rows)
-
+# ---- docs/formats.md and docs/recipes.md -------------------------------------------------------------------
 
 ROUNDED_ARMS = {  # --set generation=: the arms of experiment 062 that round weights to nearest, and by GPTQ
     "int8": ("int8", None),
@@ -370,15 +217,10 @@ def share_kept(experiment, names, known):
 def tables_of_pages(experiments, known):
     """{page: {name of a table: a function that makes it}}."""
     found = overview.settings(experiments, known)
-    conformance_rows = rows_of_record("cpu-conformance")
-    conformance = {}
-    for name, columns in conformance_command.SUBJECTS_OF_TABLES.items():
-        conformance[name] = functools.partial(conformance_command.table, conformance_rows, columns)
-    return {
+    pages = {
         "README.md": {"claim": lambda: overview.claim(found)},
         "docs/recipes.md": {
             "recipes": lambda: recipes_table(found),
-            "speeds": speeds_table,
             "default run": lambda: default_run_table(experiments, known),
             "ways": lambda: from_scratch_table("065", experiments, known),
             "ways GPT": lambda: from_scratch_table("068", experiments, known),
@@ -386,30 +228,20 @@ def tables_of_pages(experiments, known):
             "finetuned": lambda: finetuned_table(FINETUNED_NETS, WHOLE_NET_ARMS, "fp32", experiments, known),
             "adapters": lambda: finetuned_table(ADAPTED_NETS, ADAPTER_ARMS, "lora-fp32", experiments, known),
         },
-        "docs/advise.md": {
-            "fits": fits_table,
-            "peaks": lambda: advice.table(rows_of_record("cpu-advice")),
-        },
-        "docs/evidence.md": {"guides": guides_table, **conformance},
-        "docs/tasks.md": {"first commands": tasks_table},
-        "docs/many_gpus.md": {
-            "sharded": sharding.table,
-            "sharding": lambda: sharding.measured_table(rows_of_record("cpu-sharding")),
-        },
-        "docs/speed.md": speed_tables.tables_of_speed(),
-        "docs/faults.md": {"looks": lambda: watch.table(rows_of_record("cpu-watch"))},
+        "docs/advise.md": {"fits": fits_table},
         "docs/formats.md": {
-            "memory": readme_memory_table,
-            "moments": lambda: moments.moments_table(rows_of_record("cpu-moments")),
             "rounded": lambda: rounded_table(experiments, known),
             "coded": lambda: from_scratch_table("063", experiments, known),
             "trained": lambda: from_scratch_table("064", experiments, known),
             "parts of NVFP4": lambda: from_scratch_table("073", experiments, known),
             "trained GPT": lambda: from_scratch_table("067", experiments, known),
             "trained larger GPT": lambda: from_scratch_table("061", experiments, known),
-            "fp16": lambda: fp16_weights.table(rows_of_record("cpu-fp16")),
         },
     }
+    for file in bench.files():
+        for page, tables in getattr(file, "TABLES", {}).items():
+            pages.setdefault(page, {}).update(tables)
+    return pages
 
 
 def with_table(text, name, table, page):

@@ -10,10 +10,10 @@ columns.
 import json
 
 from benchmarks.common import RECIPES, rows_by
+from benchmarks.records import H100_COMPILED, milliseconds, rows_of_record, whole_record
 from experiments.log.analysis import HELD_OUT, loss_comparison
 from experiments.log.definition import ROOT
 from experiments.log.overview import FOLDER_FLAGS, PARAMETERS, flags_of, net_of
-from experiments.log.speed_tables import BENCH_FOLDER, H100_COMPILED, milliseconds, rows_of_record
 from lowprec.advice.machines import kind_of_cpu, kind_of_gpu
 from lowprec.evidence import (
     DEFAULT_OF_FLAG,
@@ -130,7 +130,7 @@ def measured_speeds():
 
 def hardware_of(record):
     """What advice.machines.Machine calls the machine of a record."""
-    machine = json.loads((BENCH_FOLDER / f"{record}.json").read_text(encoding="utf-8"))["machine"]
+    machine = whole_record(record)["machine"]
     return kind_of_gpu(machine["gpu"]) if machine["gpu"] else kind_of_cpu(machine["bf16"])
 
 
