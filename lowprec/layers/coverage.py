@@ -10,6 +10,7 @@ from ..roles import CONVOLUTIONS, roles
 from . import fp8_product
 from .flops import module_flops
 from .fp8_product import Scaling
+from .stacks import stacks_of
 
 # ---- What a layer is ---------------------------------------------------------------------------------------
 
@@ -50,16 +51,18 @@ def _note_shape(scaling):
 class Coverage(Method):
     """Which layers of a model are multiplied in 8 bits; print it.
 
-    linears {name: nn.Linear}: those that are. functional {name: Scaling}: products of bare parameters.
-    left_out {name: reason}. layers {name: (inputs, outputs, how it is multiplied)}. flops: None before
-    `count_flops`, then {name: FLOPs}, under "all" those of all products and convolutions. backward: whether
-    the FLOPs are those of a step, or of a forward. flag, instead: words of a refusal. Raises Refused when no
-    layer is eligible.
+    linears {name: nn.Linear}: those that are. functional {name: Scaling}: products of bare parameters. stacks
+    {name: Scaling}: those of modules that hold several matrices in one parameter, see stacks.py. left_out
+    {name: reason}. layers {name: (inputs, outputs, how it is multiplied)}. flops: None before `count_flops`,
+    then {name: FLOPs}, under "all" those of all products and convolutions. backward: whether the FLOPs are
+    those of a step, or of a forward. flag, instead: words of a refusal. Raises Refused when no layer is
+    eligible.
     """
 
     format = "FP8"
     functional_by = ""  # who multiplies by bare parameters
     takes_parameters = True  # whether these are covered
+    takes_stacks = False  # whether stacks of matrices are
     backward = True
     multiple = fp8_product.DIMENSION_MULTIPLE  # of the inputs and outputs of a layer
 
@@ -69,11 +72,12 @@ class Coverage(Method):
         self.flops = None
         self.linears = {}
         self.functional = {}
+        self.stacks = {}
         self.left_out = {}
         role_of = roles(model)
         for name, module in model.named_modules():
             self._place(name, module, role_of[name])
-        if not self.linears and not self.functional:
+        if not self.linears and not self.bare:
             self._refuse(flag, instead)
         self.layers = {name: (m.in_features, m.out_features, how) for name, m in self.linears.items()}
 
@@ -91,10 +95,24 @@ class Coverage(Method):
                 self.left_out[name] = why
             else:
                 self.linears[name] = module
-        else:
-            for own_name, p in module.named_parameters(name, recurse=False):
-                if p.dim() == 3 and p.shape[0] > 1:  # the experts of a mixture; not positions [1, N, width]
-                    self.left_out[own_name] = f"{NO_LINEAR_LAYER[1]} in one parameter"
+        elif stacks := stacks_of(module):
+            self._place_stacks(name, module, stacks)
+
+    def _place_stacks(self, name, module, stacks):
+        refusals = [fp8_product.shape_refusal(*p.shape[1:], self.multiple) for p in stacks.values()]
+        has_own = any(isinstance(part, Scaling) for part in module.modules())
+        if self.takes_stacks and name and not any(refusals) and not has_own:
+            self.stacks[name] = Scaling()
+            return
+        for own_name, why in zip(stacks, refusals, strict=True):
+            said = f": {why}" if why and self.takes_stacks else ""
+            full_name = f"{name}.{own_name}".removeprefix(".")
+            self.left_out[full_name] = f"{NO_LINEAR_LAYER[1]} in one parameter{said}"
+
+    @property
+    def bare(self):
+        """{name: Scaling} of all products that are no nn.Linear's."""
+        return {**self.functional, **self.stacks}
 
     def _refuse(self, flag, instead):
         reason = "it has no nn.Linear, and convolutions stay as they are"
@@ -122,7 +140,10 @@ class Coverage(Method):
         finally:
             for hook in hooks:
                 hook.remove()
-        self.flops = {name: by_module.get(name, 0) for name in (*self.layers, *self.functional)}
+        self.flops = {name: by_module.get(name, 0) for name in (*self.layers, *self.bare)}
+        for name in self.stacks:  # without the modules inside
+            inside = [f"{name}.{part}" for part, _ in model.get_submodule(name).named_children()]
+            self.flops[name] -= sum(by_module.get(part, 0) for part in inside)
         self.flops["all"] = sum(by_kind.values())
 
     @property
@@ -131,7 +152,7 @@ class Coverage(Method):
         if self.flops is None:
             return None
         covered = list(self.layers)
-        covered += [name for name, scaling in self.functional.items() if not scaling.left_out]
+        covered += [name for name, scaling in self.bare.items() if not scaling.left_out]
         return self._share_of(covered)
 
     def _share_of(self, names):
@@ -142,12 +163,11 @@ class Coverage(Method):
 
     def summary(self):
         """One line: scaling, backend, how much is covered."""
-        covered = len(self.layers) + len(self.functional)
+        covered = len(self.layers) + len(self.bare)
         left_out = [why for why in self.left_out.values() if not why.startswith(NO_LINEAR_LAYER)]
         linears = covered + len(left_out)
         backends = {how for *_, how in self.layers.values()}
-        if self.functional:
-            backends.add(self.functional_by)
+        backends.update(self._how_of(name) for name in self.bare)
         by = " and ".join(sorted(backends))
         share = "" if self.share is None else f", {self.share:.1%} of the FLOPs of products and convolutions"
         return f"{self.scaling}, by {by}: {covered} of {linears} linear layers{share}"
@@ -160,8 +180,8 @@ class Coverage(Method):
         layers = []
         for name, (inputs, outputs, how) in self.layers.items():
             layers.append({"name": name, "inputs": inputs, "outputs": outputs, "matmul": how})
-        for name, scaling in self.functional.items():
-            layer = {"name": name, "matmul": self.functional_by}
+        for name, scaling in self.bare.items():
+            layer = {"name": name, "matmul": self._how_of(name)}
             if scaling.left_out:
                 layer["left_out"] = scaling.left_out
             layers.append(layer)
@@ -181,22 +201,25 @@ class Coverage(Method):
     def __str__(self):
         lines = [f"{self.format}: {self.summary()}"]
         lines += self._lines_of_layers()
-        for name, scaling in self.functional.items():
-            how = f"left out, {scaling.left_out}" if scaling.left_out else self.functional_by
-            lines.append(f"  {name}: {how}{self._share_text(name)}")
         lines += self._lines_left_out()
         return "\n".join(lines)
 
+    def _how_of(self, name):
+        """How a product that is no nn.Linear's is taken."""
+        return "emulate" if name in self.stacks else self.functional_by
+
     def _lines_of_layers(self):
         """A line for each group of layers that differ in a number of their name alone."""
+        said = {name: f"{inputs} to {outputs}, {how}" for name, (inputs, outputs, how) in self.layers.items()}
+        for name, scaling in self.bare.items():
+            said[name] = f"left out, {scaling.left_out}" if scaling.left_out else self._how_of(name)
         names_of = {}
-        for name, layer in self.layers.items():
-            pattern = re.sub(r"\d+", "*", name)
-            names_of.setdefault((pattern, *layer), []).append(name)
+        for name, text in said.items():
+            names_of.setdefault((re.sub(r"\d+", "*", name), text), []).append(name)
         lines = []
-        for (pattern, inputs, outputs, how), names in names_of.items():
+        for (pattern, text), names in names_of.items():
             title = names[0] if len(names) == 1 else f"{pattern} ({len(names)})"
-            lines.append(f"  {title}: {inputs} to {outputs}, {how}{self._share_text(*names)}")
+            lines.append(f"  {title}: {text}{self._share_text(*names)}")
         return lines
 
     def _lines_left_out(self):

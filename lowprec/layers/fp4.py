@@ -154,9 +154,9 @@ class FP4(FP8):
 
     def _place(self, name, module, its_roles):
         super()._place(name, module, its_roles)
-        if name.startswith(tuple(self.inside)) and (name in self.linears or name in self.functional):
-            self.linears.pop(name, None)
-            self.functional.pop(name, None)
+        if name.startswith(tuple(self.inside)) and (name in self.linears or name in self.bare):
+            for placed in (self.linears, self.functional, self.stacks):
+                placed.pop(name, None)
             self.left_out[name] = f"--fp4_keep {self.options.keep}"
 
     def convert(self, model, alone=False):
@@ -176,7 +176,7 @@ class FP4(FP8):
         if self.has_ended:
             for parent, attribute, linear, _ in self.swaps:
                 setattr(parent, attribute, linear)
-            for scaling in self.functional.values():
+            for scaling in self.bare.values():
                 scaling.options = None
             return
         for place, scaling in enumerate(self.scalings):
@@ -201,8 +201,8 @@ class FP4(FP8):
         if had_ended and not self.has_ended:
             for parent, attribute, _, low in self.swaps:
                 setattr(parent, attribute, low)
-            for scaling in self.functional.values():
-                scaling.options = self.options
+            for name, scaling in self.bare.items():
+                scaling.options = self.options_of_stacks if name in self.stacks else self.options
         self._next_step()
 
     def summary(self):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..view import copied
-from . import fp8_backends, fp8_product
+from . import fp8_backends, fp8_product, stacks
 from .coverage import PREFIXES_OF_HOOKS, Coverage
 from .fp8_backends import Options, resolve
 from .fp8_product import Linear, Scaling, matmul
@@ -43,9 +43,10 @@ class FP8(Coverage):
     """FP8 products of a model that trains; what `convert` returns. generation: the recipe's site.
 
     Every nn.Linear is covered whose features are multiples of 16, but for embeddings and the last layer
-    (roles.roles), and every `Scaling`. Raises Refused as `resolve` and `Coverage` do.
+    (roles.roles), every `Scaling`, and stacks of matrices. Raises Refused as `resolve` and `Coverage` do.
     """
 
+    takes_stacks = True
     generates: str | None = "fp8"  # the value of the site generation under which copies keep it
     key_of_scales = re.compile(r"(.*\.)?(amax_history|scale|_extra_state)$")
 
@@ -90,6 +91,16 @@ class FP8(Coverage):
             ours = dataclasses.replace(ours, backend="scaled_mm")
         for scaling in self.functional.values():
             scaling.switch(ours, self.device)
+        for name, scaling in self.stacks.items():
+            scaling.switch(self.options_of_stacks, self.device)
+            stacks.take_products(model.get_submodule(name), scaling)
+
+    @property
+    def options_of_stacks(self):
+        """A history of amaxes for each matrix of a stack is not kept: its scales are those of now."""
+        if self.options.recipe == "delayed":
+            return Options(backend="emulate", format=self.options.format)
+        return dataclasses.replace(self.options, backend="emulate")
 
     def _layer_for(self, linear, alone):
         """A layer over the parameters of an nn.Linear, with its hooks, which multiplies in FP8."""
@@ -114,7 +125,7 @@ class FP8(Coverage):
             if isinstance(layer, Linear) and layer not in layers:  # once: a layer may have several names
                 layers.add(layer)
                 found.append(layer.scaling)
-        return found + list(self.functional.values())
+        return found + list(self.bare.values())
 
     def context(self):
         """What forward runs in, beside autocast: te.autocast for Transformer Engine, else nothing."""
@@ -130,17 +141,17 @@ class FP8(Coverage):
         made in it stay so.
         """
         layers = [getattr(parent, attribute) for parent, attribute, *_ in self.swaps]
-        options = [scaling.options for scaling in self.functional.values()]
+        options = [scaling.options for scaling in self.bare.values()]
         for parent, attribute, linear, _ in self.swaps:
             setattr(parent, attribute, linear)
-        for scaling in self.functional.values():
+        for scaling in self.bare.values():
             scaling.options = None
         try:
             yield
         finally:
             for (parent, attribute, *_), layer in zip(self.swaps, layers, strict=True):
                 setattr(parent, attribute, layer)
-            for scaling, option in zip(self.functional.values(), options, strict=True):
+            for scaling, option in zip(self.bare.values(), options, strict=True):
                 scaling.options = option
 
     def observe(self, on):
