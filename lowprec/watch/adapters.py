@@ -59,9 +59,10 @@ def unwrapped(model):
 def hooked(optimizer):
     """The optimiser whose step is hooked: what a wrapper as Accelerate's holds. Raises Refused for others."""
     for _ in range(8):
-        if _takes_hooks(optimizer):
-            return optimizer
         held = getattr(optimizer, "__dict__", {})
+        # a wrapper that never called torch's __init__ has the methods and not what they need
+        if "_optimizer_step_pre_hooks" in held:
+            return optimizer
         names = [name for name in NAMES_OF_WRAPPED if name in held]
         if not names:
             break
@@ -70,21 +71,14 @@ def hooked(optimizer):
     raise Refused(f"Watch takes a torch optimiser or a wrapper that holds one, not {kind}")
 
 
-def _takes_hooks(optimizer):
-    # a wrapper that never called torch's __init__ has the methods and not what they need
-    return "_optimizer_step_pre_hooks" in getattr(optimizer, "__dict__", {})
-
-
 def answering(optimizer):
     """Something that answers for an optimiser: itself, the adapter of a peer, or a Stranger."""
     if hasattr(optimizer, "wanted") and hasattr(optimizer, "held"):
         return optimizer
-    package = type(optimizer).__module__.partition(".")[0]
     by_package = {"optimi": peers.Optimi, "torchastic": peers.Torchastic, "bitsandbytes": peers.Bitsandbytes}
-    kind = by_package.get(package, Stranger)
-    if kind is not Stranger and "adamw" not in type(optimizer).__name__.lower():
-        kind = Stranger
-    return kind(optimizer)
+    peer = by_package.get(type(optimizer).__module__.partition(".")[0])
+    is_known = peer is not None and "adamw" in type(optimizer).__name__.lower()
+    return (peer if is_known else Stranger)(optimizer)
 
 
 def renew(answers):

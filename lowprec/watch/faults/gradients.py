@@ -96,7 +96,7 @@ def gradient_partly_zeroed(one):
 
 @of_entries(PARTLY_ZEROED, "nothing, if it is a mask by plan", severity="note")
 def gradient_masked(one):
-    """The same of a table of which some rows train, or where the weights are 0 too."""
+    """Share of the entries set to 0, of a table of which some rows train or where the weights are 0 too."""
     return one.change.parts_zeroed / max(1.0, one.change.looks)
 
 

@@ -92,7 +92,9 @@ def lost_to_rounding(one):
 @of_lost("find what freezes or restores it: the optimiser wants to move it, and it does not move",
          whole="{of_all:.0%} of all wanted movement of the weights is not written")
 def not_written(one):
-    """Share of the wanted movement that is not written; severe by that of all weights; gains as above."""
+    """Share of the wanted movement that is not written; severe by that of all weights; the site is gains
+    where those of a norm are mostly 1.0.
+    """
     return None if loses_decay(one) else unwritten(one)
 
 
