@@ -239,7 +239,7 @@ LOWPREC = (
         "narrowed",
         "torch.where(x.isfinite(), x.clamp(-top, top), x)",
         "torch.where(x.isfinite(), x, x.clamp(-top, top))",
-        ("lowprec/test_precision_refusals.py finite_masks",),
+        ("lowprec/test_precision.py finite_masks",),
     ),
     ByHand(
         "moments-of-an-exact-master",
@@ -287,7 +287,7 @@ LOWPREC = (
         "two_of_four",
         "bc = b >= c",
         "bc = b > c",
-        ("lowprec/test_sparsity_masks.py equal_magnitudes",),
+        ("lowprec/test_sparsity.py equal_magnitudes",),
     ),
     ByHand(
         "variance-of-a-write",
