@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from .cast import Cast
 from .errors import Refused, check_choice, check_several
@@ -355,7 +354,10 @@ class Precision:
         weights where several processes average their gradients.
         """
         if weight is not None:
-            self._micro_batches().weigh(weight)
+            kind = MICRO_BATCHES.load()
+            if self.part(kind) is None:  # each step has had one micro-batch until now
+                self.parts.insert(0, kind(self))
+            self.part(kind).weigh(weight)
         for part in self.parts:
             loss = part.loss(loss)
         with self.view_of_model.exact():
@@ -363,15 +365,6 @@ class Precision:
         for part in self.parts:
             part.after_backward()
         self.backwards += 1
-
-    def _micro_batches(self):
-        """The part that knows weights, made here where each step has one micro-batch until now."""
-        kind = MICRO_BATCHES.load()
-        found = self.part(kind)
-        if found is None:
-            found = kind(self)
-            self.parts.insert(0, found)
-        return found
 
     @torch.no_grad()
     def step(self, measure: bool = False) -> dict[str, float]:
@@ -620,8 +613,7 @@ class Precision:
         state = self.ranks.cut(state, self)
         weights = self._checked_weights(state)
         for name, average in self.averages.items():
-            if _layout(state["averages"][name]) != _layout(average.state_dict()):
-                raise Refused("the averaged weights belong to another model or another ema dtype")
+            average.check_state(state["averages"][name])
         for part in self.parts:
             part.check_state(state)
         if state.get("finish", self.finished) != self.finished:
@@ -729,11 +721,6 @@ def _refuse_bare_step(optimizer, args, kwargs):
 
 
 # ---- Saved states ------------------------------------------------------------------------------------------
-
-
-def _layout(tree):
-    """Shape and dtype of each tensor in a tree, in its place."""
-    return tree_map(lambda x: (x.shape, x.dtype) if torch.is_tensor(x) else None, tree)
 
 
 def _fits(saved, own):

@@ -130,12 +130,16 @@ class EMA:
     def state_dict(self):
         return {"step": self.step, "shadow": dict(self.shadow)}
 
-    def load_state_dict(self, state):
+    def check_state(self, state):
         """Raises Refused for the averages of another model or dtype."""
         own = {name: (value.shape, value.dtype) for name, value in self.shadow.items()}
         theirs = {name: (value.shape, value.dtype) for name, value in state["shadow"].items()}
         if theirs != own:
             raise Refused("the averaged weights belong to another model or another ema dtype")
+
+    def load_state_dict(self, state):
+        """Raises Refused as `check_state`."""
+        self.check_state(state)
         for name, value in state["shadow"].items():
             self.shadow[name].copy_(value)
         self.step = state["step"]
