@@ -122,18 +122,16 @@ class Trainer:
     def _precision(self, start):
         """The Precision of a new net, or of one with the weights of the checkpoint `start`."""
         c = self.config
-        if self.dry:
-            net = self.new_net("meta")  # shapes without memory
-        else:
-            net = self.new_net()
+        born, lives = ("meta", "meta") if self.dry else ("cpu", self.device)  # shapes without memory, or all
+        net = self.new_net(born)
         if start:
             initial.load_average(net, start, c.finetune or start["config"].get("name"))
-        if c.perturb and not self.dry:
+        if c.perturb:
             initial.perturb(net, c.perturb)
         if self.ranks.spread:
             net = self._spread(net)
-        elif not self.dry:
-            net = net.to(self.device)
+        else:
+            net = net.to(lives)
         optimizer = c.optimizer
         of_optimizer = dict(
             lr=c.lr,

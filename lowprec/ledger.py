@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from .optimizers.average import OnCPU
 from .recipes import MOMENTS
 from .sites import Site
 
@@ -190,8 +189,8 @@ def _remarks(run, parameters):
         found["loss"] = {"value": "bf16", "why": f"the net computes {loss} in bf16: see fp32_outputs"}
     if run.ema is None:
         found["ema"] = {"why": "none is kept (ema_decay=None)"}
-    if isinstance(run.ema, OnCPU):
-        found["ema"] = {"why": "in the memory of the CPU (--average_on cpu)"}
+    elif run.ema.note:
+        found["ema"] = {"why": run.ema.note}
     if run.recipe.islands != "none":
         exact = sum(p.numel() for p in run.params if p.dtype.itemsize == 4)
         found["islands"] = {"why": f"{exact:,} of {parameters:,} parameters stay fp32"}

@@ -35,6 +35,8 @@ class EMA:
     is 20 to 40 times the value itself, so the average never leaves its start.
     """
 
+    note = ""  # what the ledger says of where it is
+
     def __init__(
         self,
         named_params,
@@ -156,6 +158,8 @@ class OnCPU(EMA):
     for. So the host waits for copies of the step before alone. Weights are written after `before_writing`,
     which Precision calls; whoever writes them otherwise calls it too. traffic: what copies, a WeightTraffic.
     """
+
+    note = "in the memory of the CPU (--average_on cpu)"
 
     def __init__(self, named_params, *args, traffic=None, **options):
         named_params = list(named_params)

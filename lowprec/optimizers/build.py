@@ -223,22 +223,34 @@ PEER_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}  # as AdamW has
 MOMENTUM_OPTIONS = ("momentum", "nesterov")  # options of some of ours
 
 
-def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **options):
+def build(
+    name,
+    params,
+    r,
+    *,
+    lr=None,
+    betas=None,
+    eps=None,
+    momentum=None,
+    nesterov=None,
+    weight_decay=0.0,
+    seed=0,
+    net=None,
+    away=None,
+):
     """The optimiser of recipe `r`: ours by name, a peer by name as its authors publish it, or a stranger's.
 
     name: an entry of OPTIMIZER_NAMES, a subclass of Rounded, or a function params -> torch.optim.Optimizer.
-    params: parameters, or groups with options of their own, `optimizer` among them. options: lr, betas, eps,
-    momentum, nesterov; None or left out: the optimiser's own; a stranger's gets none. net: the module that
-    they belong to, which tells hidden layers. away: a lowprec.Offload for the moments of ours. Raises
-    Refused when the name is unknown, the package absent, the peer can't serve the recipe, or none here has
-    an eps or a momentum that was given.
+    params: parameters, or groups with options of their own, `optimizer` among them. lr to nesterov: None for
+    the optimiser's own; a stranger's gets none. net: the module that they belong to, which tells hidden
+    layers. away: a lowprec.Offload for the moments of ours. Raises Refused when the name is unknown, the
+    package absent, the peer can't serve the recipe, or none here has an eps or a momentum that was given.
     """
-    if unknown := set(options) - {*PEER_DEFAULTS, *MOMENTUM_OPTIONS}:
-        raise TypeError(f"build() got an unexpected keyword argument '{sorted(unknown)[0]}'")
-    options = {key: value for key, value in options.items() if value is not None}
+    given = dict(lr=lr, betas=betas, eps=eps, momentum=momentum, nesterov=nesterov)
+    options = {key: value for key, value in given.items() if value is not None}
     params = list(params)
-    given = params if params and isinstance(params[0], dict) else [{"params": params}]
-    groups = divided_groups([dict(group) for group in given], name, net)
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    groups = divided_groups([dict(group) for group in groups], name, net)
     of_groups = [group.pop("optimizer", name) for group in groups]
     if not any(isinstance(kind, str) or classes_of(kind) for kind in of_groups):
         _check_no_options_of_ours({**options, "weight_decay": weight_decay or None})
