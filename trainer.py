@@ -383,7 +383,8 @@ class Trainer:
             improved = self.validation.take(scores, self.step)
             waited = self.validation.waited
         self.validation.waited = self.ranks.any(waited, self.device) or 0  # all ranks end together
-        if self.ranks.any(int(improved), self.device):
+        improved = self.ranks.any(int(improved), self.device)
+        if improved:
             self._write(BEST_FILE)
         return {f"heldout_{name}": value for name, value in scores.items()}
 

@@ -55,7 +55,7 @@ class Recipe:
     Build one with `recipe(...)`, which applies presets, the user's single sites, and the refusals. A recipe
     is a value: `==`, hash and `replace`. more: {name: Site} of the sites that belong to a task or an
     optimiser. fp8: an `fp8.Options` when compute is fp8; fp4: an `FP4Options` when it is fp4. Raises
-    TypeError for an unknown site.
+    TypeError for an unknown site, Refused for two ways of writing a weight that exclude each other.
     """
 
     def __init__(
@@ -71,6 +71,8 @@ class Recipe:
         self.values.update(values)
         vars(self).update(self.values)
         self.low_weights = self.values["weights"] == "bf16"  # whether the weights are bf16
+        # how bf16 weights are written
+        self.way: Way = chosen_way(self["update"], self["kahan"] == "on", self["master"])
         self._kept_for = None  # the optimisers whose sites it has, see `keeping`
 
     @property
@@ -119,11 +121,6 @@ class Recipe:
         settled = Recipe(self.more, *options, **self.values)
         settled._kept_for = self._kept_for
         return settled
-
-    @property
-    def way(self) -> Way:
-        """How its bf16 weights are written. Raises Refused for two ways that exclude each other."""
-        return chosen_way(self.update, self.kahan == "on", self.master)
 
     @property
     def autocasts(self) -> bool:
@@ -256,8 +253,8 @@ def recipe(
     values.update(chosen)
     if values.get("compute") == "fp16":
         values.setdefault("loss_scale", "dynamic")
-    if _decay_needs_sums(values, chosen):
-        values["accumulate"] = "fp32"
+    if values.get("sparse24") == "srste" and values.get("weights") == "bf16" and "accumulate" not in chosen:
+        values["accumulate"] = "fp32"  # the decay of SR-STE, some 1e-4 of a weight, would be rounded away
     values = _with_sites_of([optimizer], values)
     values = _without_moments_but_of([optimizer], values, chosen)
     compute = values.get("compute", "fp32")
@@ -274,12 +271,6 @@ def _check_flag(site, value):
     choices = SITES[site].values
     if value not in choices:
         raise Refused(f"--{site} {value}: unknown; choose from {', '.join(choices)}")
-
-
-def _decay_needs_sums(values, chosen):
-    """Whether the decay of SR-STE, some 1e-4 of a weight, would be rounded away in a bf16 gradient."""
-    decays = values.get("sparse24") == "srste" and values.get("weights") == "bf16"
-    return decays and "accumulate" not in chosen
 
 
 def _sites_of_settings(settings, known, optimizer):
