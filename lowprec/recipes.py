@@ -253,8 +253,9 @@ def recipe(
     values.update(chosen)
     if values.get("compute") == "fp16":
         values.setdefault("loss_scale", "dynamic")
-    if values.get("sparse24") == "srste" and values.get("weights") == "bf16" and "accumulate" not in chosen:
-        values["accumulate"] = "fp32"  # the decay of SR-STE, some 1e-4 of a weight, would be rounded away
+    decays = values.get("sparse24") == "srste" and values.get("weights") == "bf16"
+    if decays and "accumulate" not in chosen:
+        values["accumulate"] = "fp32"  # the decay, some 1e-4 of a weight, would be rounded away in bf16
     values = _with_sites_of([optimizer], values)
     values = _without_moments_but_of([optimizer], values, chosen)
     compute = values.get("compute", "fp32")
