@@ -27,9 +27,9 @@ LONG = "9" * 20
 # ---- Flags -------------------------------------------------------------------------------------------------
 
 FLAGS = {  # flags: what is said, "" for anything
-    f"--samples {LONG}": "up to 10000000",
-    "--samples 2000000000000": "up to",
-    "--samples -1": "",
+    f"--task rflow --samples {LONG}": "up to 10000000",
+    "--task rflow --samples 2000000000000": "up to",
+    "--task rflow --samples -1": "",
     f"--sample_batch {LONG}": "up to",
     f"--accumulate {LONG}": "up to",
     f"--steps {LONG}": "up to",
