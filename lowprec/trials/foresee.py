@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from ..errors import Refused
 from ..formats import FORMATS
 from ..watch.adapters import answering, hooked, unwrapped
 from ..watch.checkpoints import Checkpoint, read_checkpoint, weight_names_of
+from .spectrum import settled
 
 RATES = (1.0, 0.1, 0.01)  # of the present one, at which the share that is not written is told
 TENSORS_SHOWN = 5
@@ -51,14 +52,20 @@ class Moved(NamedTuple):
     rate: float
     decay: float  # of the weight, as of AdamW
     eps: float
+    parameter: nn.Parameter | None = None  # in a net that is there
 
     def step(self, m: torch.Tensor | None = None, v: torch.Tensor | None = None) -> torch.Tensor:
         """What Adam wants to take off each weight, with these moments or its own."""
         m, v = self.m if m is None else m, self.v if v is None else v
         return self.rate * (m / (v.sqrt() + self.eps) + self.decay * self.weight)
 
+    @property
+    def noise(self) -> torch.Tensor:
+        """What four times the ceiling is the sum of."""
+        return gaps(self.weight) * self.m.abs()
 
-def moved_by(name, weight, m, v, steps, group, lr) -> Moved:
+
+def moved_by(name, weight, m, v, steps, group, lr, parameter=None) -> Moved:
     """A Moved of a tensor and its state. group: the options of its parameter group. lr: in place of its."""
     betas = group.get("betas")
     # torch.distributed.checkpoint keeps no numbers
@@ -70,7 +77,9 @@ def moved_by(name, weight, m, v, steps, group, lr) -> Moved:
         raise Refused("no learning rate is known above 0: give lr")
     weight, m, v = (t.detach().float().flatten() for t in (weight, m, v))
     m, v = m / (1 - float(beta1) ** steps), v / (1 - float(beta2) ** steps)
-    return Moved(name, weight, m, v, float(rate), group.get("weight_decay") or 0.0, group.get("eps") or 1e-8)
+    return Moved(
+        name, weight, m, v, float(rate), group.get("weight_decay") or 0.0, group.get("eps") or 1e-8, parameter
+    )
 
 
 def of_optimizer(model: nn.Module, optimizer: Any, lr: float | None) -> list[Moved]:
@@ -86,7 +95,7 @@ def of_optimizer(model: nn.Module, optimizer: Any, lr: float | None) -> list[Mov
                 continue
             steps = answers.decay(p, "exp_avg")[1]
             if steps:
-                found.append(moved_by(names.get(p, "?"), answers.held(p), m, v, steps, group, lr))
+                found.append(moved_by(names.get(p, "?"), answers.held(p), m, v, steps, group, lr, p))
     if not found:
         raise Refused("the optimiser has no moments of Adam yet: foresee after some steps of Adam or AdamW")
     return found
@@ -172,7 +181,7 @@ def figures_of(one: Moved, rates: Iterable[float]) -> Figures:
         unwritten=unwritten,
         squares=total(step.square()),
         noise=total(gap.square() * part * (1 - part)),
-        ceiling=total(gap * one.m.abs()) / 4,
+        ceiling=total(one.noise) / 4,
         codes=codes,
     )
 
@@ -217,6 +226,7 @@ class Forecast:
     rate: the present one. ahead: shares of it at the steps that are still to come, or (). loss: of the net,
     or None where it is not known; the ceiling is told as a share of it. left_out: how many tensors are not
     among them, since a file holds no moments of them, or codes. average: see average_unwritten.
+    settled: what stochastic writes reach of the ceiling, None where it is not known.
     """
 
     def __init__(
@@ -226,8 +236,9 @@ class Forecast:
         loss: float | None = None,
         left_out: int = 0,
         average: float | None = None,
+        settled: float | None = None,
     ):
-        self.left_out, self.average = left_out, average
+        self.left_out, self.average, self.settled = left_out, average, settled
         self.rate, self.ahead, self.loss = moved[0].rate, tuple(ahead), loss
         rates = dict.fromkeys((*RATES, *self.ahead))
         with torch.no_grad():
@@ -262,21 +273,24 @@ class Forecast:
 
     # -- in words
 
-    def _added(self, ceiling):
-        if self.loss is None:
-            return f"at most +{ceiling:.2g}"
-        return f"at most +{100 * ceiling / self.loss:.2g} %"
+    def _added(self, excess):
+        return f"+{excess:.2g}" if self.loss is None else f"+{100 * excess / self.loss:.2g} %"
+
+    def _at_most(self, share=1.0):
+        """What is added at most, and in how many steps are to come, in words. share: of the ceiling."""
+        most = f"at most {self._added(share * self.ceiling)}"
+        return most if self.settled is None else f"{self._added(share * self.settled)}, {most}"
 
     def rows(self) -> dict[str, str]:
         """{recipe, as evidence.recipe_key writes it: what its writes would do}."""
         rates = self.ahead or (1.0,)
-        stochastic = self._added(self.ceiling)
+        stochastic = self._at_most()
         return {
             "pure_bf16": f"{self.unwritten(rates):.0%} not written",
             "pure_bf16+stochastic": stochastic,
-            "pure_bf16+stochastic+kahan": self._added(self.ceiling / FINER_BY_KAHAN),
+            "pure_bf16+stochastic+kahan": self._at_most(1 / FINER_BY_KAHAN),
             "pure_bf16+master=split": "nothing lost",
-            "pure_bf16+master=split8": self._added(self.ceiling / FINER_BY_SPLIT8),
+            "pure_bf16+master=split8": self._at_most(1 / FINER_BY_SPLIT8),
             "pure_bf16+stochastic+opt8bit": f"{stochastic}, and codes: not known",
             "pure_bf16+stochastic+opt4bit": f"{stochastic}, and codes: not known",
         }
@@ -289,6 +303,7 @@ class Forecast:
             "unwritten_ahead": self.unwritten(self.ahead) if self.ahead else None,
             "noise": self.noise,
             "ceiling": self.ceiling,
+            "settled": self.settled,
             "loss": self.loss,
             "left_out": self.left_out,
             "average": self.average,
@@ -308,7 +323,7 @@ class Forecast:
             f"hundredth {hundredth}{ahead}",
             *self._worst(),
             f"stochastically: the noise of a write is {self.noise:.2g} of a step (root mean squares). To the "
-            f"loss it adds {rows['pure_bf16+stochastic']}, and that much where all directions have settled",
+            f"loss it adds {rows['pure_bf16+stochastic']}: that is reached once all directions have settled",
             f"stochastically with Kahan: {rows['pure_bf16+stochastic+kahan']}",
             f"with a master of 24 bits: {rows['pure_bf16+master=split8']}; of 32 bits: nothing is lost",
         ]
@@ -348,6 +363,8 @@ def foresee(
     ahead: Iterable[float] = (),
     loss: float | None = None,
     ema_decay: float = 0.999,
+    closure: Callable[[], torch.Tensor] | None = None,
+    steps: int | None = None,
 ) -> Forecast:
     """What each way of writing bf16 weights would do to a net. Nothing is written, and no step is taken.
 
@@ -359,6 +376,8 @@ def foresee(
         ahead: shares of it at the steps that are still to come.
         loss: of the net, above 0: the ceiling is told as a share of it.
         ema_decay: of the average that a checkpoint holds.
+        closure: () -> the loss of the net on some examples. With it and `steps` is told how much of the
+            ceiling so many steps reach, by its curvature; see spectrum.py.
 
     Raises:
         Refused (a ValueError): without moments or a rate, and for a file that can't be read.
@@ -367,7 +386,26 @@ def foresee(
         checkpoint = read_checkpoint(model)
         moved, left_out = of_checkpoint(checkpoint, lr)
         return Forecast(moved, ahead, loss, left_out, average_unwritten(checkpoint, ema_decay))
-    return Forecast(of_optimizer(model, optimizer, lr), ahead, loss)
+    moved, ahead = of_optimizer(model, optimizer, lr), tuple(ahead)
+    reached = None
+    if closure is not None and steps is not None:
+        rates = ahead or (1.0,)
+        reached = settled_by(moved, closure, steps * moved[0].rate * sum(rates) / len(rates))
+    return Forecast(moved, ahead, loss, settled=reached)
+
+
+def settled_by(moved: list[Moved], closure: Callable[[], torch.Tensor], travelled: float) -> float | None:
+    """What stochastic writes reach of the ceiling; None where the curvature is not known: of weights that are
+    not fp32, and where the loss can't be differentiated twice. travelled: the sum of the learning rates.
+    """
+    if any(one.parameter is None or one.parameter.dtype != torch.float32 for one in moved):
+        return None
+    scale = torch.cat([one.v.sqrt() + one.eps for one in moved])
+    noise = torch.cat([one.noise for one in moved])
+    try:
+        return settled(closure, [one.parameter for one in moved], scale, noise, travelled)
+    except RuntimeError:
+        return None
 
 
 def main(argv: list[str], prog: str = "python -m lowprec foresee") -> int:
