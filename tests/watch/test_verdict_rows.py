@@ -230,6 +230,17 @@ SOME = torch.linspace(0.1, 0.9, 64)
 WANTED = dict(entries=100, wanted=1.0, miss=0.0)
 HALF = dict(WANTED, threatened=1.0, threatened_entries=100, error=0.0, written=0.0)
 
+
+def lacks_decay(written):
+    """40 % is written of what is wanted of a tensor, and of its decay, which is all of that, this share."""
+
+    def change(watch):
+        weights(entries=100, wanted=100.0, miss=0.0, arrived=40.0)(watch)
+        extra(decay_wanted=1.0, decay=written, decay_error=0.0, decay_path=100.0, decay_moved=100)(watch)
+
+    return change
+
+
 # what it says: (site, severity, words, change that makes it speak, change that leaves it silent)
 ROWS = {
     "update": (
@@ -263,6 +274,20 @@ ROWS = {
         "60% of its weight decay",
         extra(decay_wanted=1.0, decay=0.4, decay_error=0.0),
         extra(decay_wanted=1.0, decay=0.6, decay_error=0.0),
+    ),
+    "an update that lacks its decay": (
+        "weight decay",
+        "severe",
+        "60% of its weight decay",
+        lacks_decay(0.4),
+        lacks_decay(0.6),
+    ),
+    "an update that lacks more than its decay": (
+        "update",
+        "severe",
+        "60% of the wanted",
+        lacks_decay(0.6),
+        lacks_decay(0.4),
     ),
     "decay by chance": (
         "weight decay",

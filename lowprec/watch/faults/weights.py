@@ -211,19 +211,21 @@ def masters_rebuilt(seen):
 # ---- Weight decay ------------------------------------------------------------------------------------------
 
 
-def loses_decay(one):
-    """Whether most of what is not written is weight decay, which something other than rounding loses."""
-    lost = one.lost("update")
-    if not lost or lost_to_rounding(one):
-        return False
-    return one.decay_lost * one.extra.decay_path > 0.5 * lost * one.weight.wanted
-
-
 of_decay = dict(
     site="weight decay",
     remedy="let decay be part of the fp32 update that is rounded once",
     above=FINDING_LIMITS["weight decay"][0],
 )
+
+
+def loses_decay(one):
+    """Whether most of what is not written is weight decay, which something other than rounding loses: its row
+    speaks for the update.
+    """
+    lost = one.lost("update")
+    if not lost or one.decay_lost <= of_decay["above"] or lost_to_rounding(one):
+        return False
+    return one.decay_lost * one.extra.decay_path > 0.5 * lost * one.weight.wanted
 
 
 @of_tensor(text="{figure:.0%} of its weight decay is lost", severe_above=FINDING_LIMITS["update"][1],
