@@ -244,9 +244,9 @@ LOWPREC = (
     ByHand(
         "moments-of-an-exact-master",
         "lowprec/recipes.py",
-        "",
-        '"split": FP32_MOMENTS, "fp32"',
-        '"split": BF16_MOMENTS, "fp32"',
+        "_moments_beside",
+        "return BF16_MOMENTS if way.loses(torch.bfloat16) else FP32_MOMENTS",
+        "return BF16_MOMENTS",
         ("lowprec/test_recipes.py compose",),
     ),
     ByHand(
@@ -312,8 +312,8 @@ HARNESS = (
         "schedule-without-its-end",
         "harness/flags.py",
         "FlagTable.fixed",
-        'if config.lr_schedule != "constant" or config.fp4_finish:',
-        "if config.fp4_finish:",
+        'if config.lr_schedule != "constant" or config.fp4_finish or config.finish:',
+        "if config.fp4_finish or config.finish:",
         ("harness/test_flags.py going_on",),
     ),
     ByHand(
