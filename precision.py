@@ -1,8 +1,8 @@
 """The library as the command and tasks see it: `from precision import Precision, recipe`."""
 
 from harness.flags import LARGEST_REAL, Flag, amount, checked, count, crowd, natural, positive
-from lowprec.block_formats import asked_by
 from lowprec.errors import Refused
+from lowprec.layers.block_formats import asked_by
 from lowprec.parts import finish
 from lowprec.precision import Precision
 from lowprec.recipes import SITES, Recipe, Site, recipe

@@ -6,8 +6,8 @@ A row is a formats.Site. SITES are those of every run. An optimiser has its own 
 
 from __future__ import annotations
 
-from .block_formats import BLOCK_FORMATS
 from .formats import CODE_FORMATS, Site
+from .layers.block_formats import BLOCK_FORMATS
 
 # values of compute in which nn.Linear reads 8 or 4 bits, all else bf16: where the options of each stand
 LOW_PRODUCTS = {"fp8": ("layers.fp8_backends", "Options"), "fp4": ("layers.fp4", "FP4Options")}

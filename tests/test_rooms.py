@@ -69,7 +69,7 @@ def test_a_file_imports_what_its_room_may(path):
 # the floors of lowprec, from the ground up: a module imports from its own floor and from those below
 FLOORS = (
     "errors rounding machine roles attention",
-    "formats curves float8 block_formats kernels.*",
+    "formats curves float8 layers.block_formats kernels.*",  # number formats
     "optimizers.*",
     "sites recipes rules",
     "cast view ledger telemetry precision parts parts.part",  # of parts what all are, and their table

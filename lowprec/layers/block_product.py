@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..block_formats import BlockFormat
 from ..rounding import noise_bits
+from .block_formats import BlockFormat
 
 # ---- Plans -------------------------------------------------------------------------------------------------
 

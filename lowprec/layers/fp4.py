@@ -11,11 +11,11 @@ import dataclasses
 import functools
 from typing import ClassVar
 
-from ..block_formats import BLOCK_FORMATS, TwoLevels, asked_by
 from ..errors import Refused
 from ..machine import try_import
 from ..parts.activations import recomputed_blocks
 from ..rounding import Noise, noise_key
+from .block_formats import BLOCK_FORMATS, TwoLevels, asked_by
 from .block_product import Plan
 from .fp8 import FP8
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from ..block_formats import BLOCK_FORMATS, E4M3, E5M2, asked_by
 from ..errors import Refused
 from ..machine import try_import
+from .block_formats import BLOCK_FORMATS, E4M3, E5M2, asked_by
 from .block_product import Plan
 from .fp8_product import (
     DIMENSION_MULTIPLE,

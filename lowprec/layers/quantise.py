@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..block_formats import BLOCK_FORMATS
 from ..errors import Refused
 from ..machine import try_import
 from ..parts.part import Method
 from ..sites import BLOCKS_OF_GENERATION
 from . import gptq
+from .block_formats import BLOCK_FORMATS
 from .block_product import Plan
 from .coverage import Coverage
 from .fp8 import FP8

@@ -15,8 +15,8 @@ import math
 import torch
 from torch import nn
 
-from ..block_formats import BLOCK_FORMATS
 from ..errors import Refused
+from ..layers.block_formats import BLOCK_FORMATS
 
 ROWS_SAMPLED = 256  # of a layer's inputs and gradients that are looked at: whole blocks of each format
 LAYERS_SHOWN = 4  # layers of each format that are printed

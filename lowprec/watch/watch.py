@@ -59,7 +59,7 @@ class Watch:
             default an eighth of what a tensor of the net has on average, from 2,560 to 4,096, so that a look
             at a small net is as cheap as its steps.
         others: further optimisers of this net, whose parameters are theirs, as with Muon beside AdamW.
-        products: names of block_formats.BLOCK_FORMATS: say what they would do to its layers, see products.py.
+        products: names of BLOCK_FORMATS (layers): say what they would do to its layers, see products.py.
         writes: say what ways of writing bf16 weights would do to it, see lowprec.foresee.
 
     Raises:

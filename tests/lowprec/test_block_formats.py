@@ -7,7 +7,7 @@ import pytest
 import torch
 from common import draw
 
-from lowprec.block_formats import BLOCK_FORMATS, E5M3, PowerOfTwo
+from lowprec.layers.block_formats import BLOCK_FORMATS, E5M3, PowerOfTwo
 from lowprec.rounding import noise_key
 
 eager = common.eager

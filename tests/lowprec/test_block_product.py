@@ -10,9 +10,9 @@ from common import refused, through_a_file
 from eight_bit import Bare, dit, draw, net, snr
 from torch import nn
 
-from lowprec.block_formats import BLOCK_FORMATS
 from lowprec.errors import Refused
 from lowprec.layers import block_product, fp4
+from lowprec.layers.block_formats import BLOCK_FORMATS
 from lowprec.layers.block_product import rotated
 from lowprec.layers.fp4 import FP4Options
 from lowprec.layers.fp8 import Options, Scaling
@@ -141,7 +141,7 @@ def test_kernels_that_were_never_run_are_taken_where_they_are_asked_for_alone(mo
     mxfp8 = Options(recipe="mxfp8", format="e4m3")
     asked = FP4Options(backend="torchao"), dataclasses.replace(mxfp8, backend="torchao")
     monkeypatch.setattr(fp4, "try_import", lambda name: (object(), None))
-    monkeypatch.setattr("lowprec.block_formats.device_facts", lambda device: ("cuda", (10, 0), set()))
+    monkeypatch.setattr("lowprec.layers.block_formats.device_facts", lambda device: ("cuda", (10, 0), set()))
     monkeypatch.setattr("lowprec.formats.fp8_cores", lambda device: True)
     for options in (FP4Options(), mxfp8):
         assert options.resolve(cuda).backend == "emulate"
@@ -152,7 +152,7 @@ def test_kernels_that_were_never_run_are_taken_where_they_are_asked_for_alone(mo
         options = FP4Options(backend="torchao", **other)
         refused(lambda options=options: options.resolve(cuda), "--fp4_backend torchao", "default of each")
     assert FP4Options(backend="torchao", keep="last:2").resolve(cuda).multiple == 128
-    monkeypatch.setattr("lowprec.block_formats.device_facts", lambda device: ("cuda", (9, 0), set()))
+    monkeypatch.setattr("lowprec.layers.block_formats.device_facts", lambda device: ("cuda", (9, 0), set()))
     for options in asked:
         refused(lambda options=options: options.resolve(cuda), "compute capability 10.0", "emulate")
     monkeypatch.setattr(fp4, "try_import", lambda name: (None, "absent"))

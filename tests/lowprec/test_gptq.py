@@ -6,7 +6,7 @@ import torch
 from common import draw, refused
 from torch import nn
 
-from lowprec.block_formats import BLOCK_FORMATS
+from lowprec.layers.block_formats import BLOCK_FORMATS
 from lowprec.layers.quantise import quantise
 from lowprec.precision import Precision, recipe
 

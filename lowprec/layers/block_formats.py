@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .kernels.compiled import fused
-from .machine import device_facts
-from .rounding import uniform
+from ..kernels.compiled import fused
+from ..machine import device_facts
+from ..rounding import uniform
 
 # ---- Elements ----------------------------------------------------------------------------------------------
 
