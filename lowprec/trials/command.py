@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def main(argv: list[str], prog: str = "python -m lowprec trial") -> int:
         file=out,
         groups=getattr(mine, "groups", None),
         schedule=getattr(mine, "schedule", usual_schedule),
+        version=hashlib.sha256(Path(args.file).expanduser().read_bytes()).hexdigest()[:12],
         quiet=args.json,
         **options,
     )

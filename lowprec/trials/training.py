@@ -104,7 +104,7 @@ class Training:
 
     def step(self) -> torch.Tensor:
         """The loss of one optimiser step, 0-dim."""
-        factor = self.problem.schedule(self.done, self.steps)
+        factor = self.problem.call("schedule", self.done, self.steps)
         for group, rate in zip(self.run.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         torch.manual_seed(stream(self.seed, Stream.GLOBAL, self.done))

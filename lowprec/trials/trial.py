@@ -111,6 +111,7 @@ def trial(
     file: str | Path | None = None,
     groups: Callable[[nn.Module], list] | None = None,
     schedule: Callable[[int, int], float] = usual_schedule,
+    version: str = "",
     quiet: bool = False,
     **options: Any,
 ) -> Answer:
@@ -135,6 +136,7 @@ def trial(
         file: a .json in which finished trainings are kept: the same call goes on from there.
         groups: (net) -> parameter groups.
         schedule: (step, steps) -> what the learning rate is multiplied by.
+        version: of net, loss and data: a file of another version is refused.
         quiet: no bar.
         options: of Precision: lr, betas, weight_decay, clip_grad, ... With ema_decay the average is scored.
 
@@ -144,7 +146,8 @@ def trial(
     weights = None if start is None else read_checkpoint(start).weights
     problem = Problem(build, loss, batches, held_out, groups, schedule, options, weights)
     subject, batch = subject_of(problem, seed)
-    plan = {"start": start and str(start), "options": {name: repr(v) for name, v in options.items()}}
+    plan: dict[str, Any] = {"start": start and str(start), "version": version}
+    plan["options"] = {name: repr(value) for name, value in options.items()}
 
     def make(arm, seed):
         return Training(problem, arm.flags, seed, steps)
