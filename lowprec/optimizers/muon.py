@@ -83,6 +83,8 @@ class Muon(ByTensor):
 
     def add_param_group(self, param_group):
         params = param_group["params"]
+        if isinstance(params, set):
+            super().add_param_group(param_group)  # which refuses what has no order, as torch does
         params = [params] if torch.is_tensor(params) else list(params)
         for p in params:
             p = p[1] if isinstance(p, tuple) else p  # (name, parameter)

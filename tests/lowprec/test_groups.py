@@ -258,6 +258,12 @@ def test_one_word_says_how_all_moments_are_held(kind):
     assert moments and all(t.dtype == torch.bfloat16 for t in moments)
 
 
+@pytest.mark.parametrize("kind", (AdamW, Muon))
+def test_a_set_of_parameters_which_has_no_order_is_refused_as_in_torch(kind):
+    with pytest.raises(TypeError, match="ordered"):
+        kind([{"params": {parameter(shape=(4, 4)), parameter(shape=(4, 4))}}])
+
+
 @pytest.mark.parametrize("options", [dict(kahan=True), dict(master="split"), dict(master="fp32")])
 def test_a_cast_after_the_optimiser_that_would_lose_the_exact_weight_is_refused(options):
     net = nn.Linear(4, 4)
