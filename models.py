@@ -149,8 +149,8 @@ def segmentation_unet(channels, num_classes, image_size, size=None):
 # ---- DiT ---------------------------------------------------------------------------------------------------
 
 
-def sinusoid(t, width, max_period=10000.0):
-    """Embeds timesteps [B] as [B, width]: cos(t w_i), sin(t w_i), w_i = max_period^(-2i / width) (arXiv
+def sinusoid(t, width):
+    """Embeds timesteps [B] as [B, width]: cos(t w_i), sin(t w_i), w_i = 10000^(-2i / width) (arXiv
     2006.11239).
 
     All of it is computed in the dtype of t (integers count as fp32), on purpose: t in bf16 shows what a
@@ -160,7 +160,7 @@ def sinusoid(t, width, max_period=10000.0):
     t = t if t.is_floating_point() else t.float()
     steps = torch.arange(width // 2, dtype=t.dtype, device=t.device)
     # .to: autocast on CUDA returns exp in fp32, which would hide the rounding that t in bf16 asks for
-    freqs = torch.exp(steps * (-2 * math.log(max_period) / width)).to(t.dtype)
+    freqs = torch.exp(steps * (-2 * math.log(10000.0) / width)).to(t.dtype)
     angles = t[:, None] * freqs  # [B, width / 2]
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 

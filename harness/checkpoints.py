@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from harness import shards
-from harness.files import digest, reading
+from harness.files import damaged, digest, no_checkpoint, reading
 from lowprec.errors import Refused, first_line
 
 CHECKPOINT = "checkpoint.pt"
@@ -43,29 +43,20 @@ def verify_checkpoint(file, path):
     """Raise Refused unless an open file is, to the last bit, what was written."""
     size = os.fstat(file.fileno()).st_size
     tail = os.pread(file.fileno(), DIGEST_BYTES, max(0, size - DIGEST_BYTES))
-    damaged = Refused(
-        f"{path} is damaged: it is not what was written, by its checksum; use another copy, or train again"
-    )
     if tail.startswith(DIGEST_MARK):
         if tail[len(DIGEST_MARK) :] != digest(file, size - DIGEST_BYTES).encode():
-            raise damaged
+            raise damaged(path)
     else:
         end = tail[-ZIP_END_BYTES:]
         if not end.startswith(ZIP_END) or end[-2:] != b"\0\0":
-            raise _no_checkpoint(path)
+            raise no_checkpoint(path)
         with zipfile.ZipFile(file) as archive:
             if archive.testzip() is not None:
-                raise damaged
+                raise damaged(path)
     with zipfile.ZipFile(file) as archive:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise _no_checkpoint(path)  # torch compresses nothing: a small file stays a small one in memory
+            raise no_checkpoint(path)  # torch compresses nothing: a small file stays a small one in memory
     file.seek(0)
-
-
-def _no_checkpoint(path):
-    return Refused(
-        f"{path} is no checkpoint of this program, or is cut short: train again, or use another one"
-    )
 
 
 # ---- What it holds -----------------------------------------------------------------------------------------
@@ -109,17 +100,17 @@ def read(path):
     except Refused:
         raise
     except Exception:  # a broken file can raise nearly everything
-        raise _no_checkpoint(path) from None
+        raise no_checkpoint(path) from None
     return _checked(found, path)
 
 
 def _checked(found, path):
     """What a file holds, unless another program wrote it."""
     if not isinstance(found, dict) or found.get("format") != 1 or not set(found) >= NEEDED_KEYS:
-        raise _no_checkpoint(path)
+        raise no_checkpoint(path)
     average = found["precision"].get("averages", {}).get("ema")
     if not average or not all(map(torch.is_tensor, average["shadow"].values())):
-        raise Refused(f"{path} is no checkpoint of this program: it holds no average 'ema'")
+        raise no_checkpoint(path, "it holds no average 'ema'")
     return found
 
 

@@ -128,6 +128,17 @@ def reading(path):
         raise Refused(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
+def damaged(path):
+    """What is raised for a file that is not what was written."""
+    not_written = "it is not what was written, by its checksum"
+    return Refused(f"{path} is damaged: {not_written}; use another copy, or train again")
+
+
+def no_checkpoint(path, why="or is cut short"):
+    """What is raised for a file that holds something else."""
+    return Refused(f"{path} is no checkpoint of this program, {why}: train again, or use another one")
+
+
 def bytes_of_file(path):
     """The bytes of a file. Raises Refused for what can't be read and for anything else than a file, of which
     a pipe never ends.

@@ -21,7 +21,15 @@ from pathlib import Path
 
 import torch
 
-from harness.files import cant_write, check_regular, digest, read_json, write_json
+from harness.files import (
+    cant_write,
+    check_regular,
+    damaged,
+    digest,
+    no_checkpoint,
+    read_json,
+    write_json,
+)
 from harness.ranks import Followed, lost_process
 from lowprec.errors import Refused, first_line
 from lowprec.optimizers.buckets import local_tensor
@@ -43,8 +51,6 @@ def file_that_is_there(path):
     """The file that is there of the checkpoint that is called `path`."""
     return pointer(path) if is_there(path) else Path(path)
 
-
-DAMAGED = "{} is damaged: it is not what was written, by its checksum; use another copy, or train again"
 
 # ---- Trees -------------------------------------------------------------------------------------------------
 
@@ -134,7 +140,7 @@ def _make_folder(file, part):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     except OSError as error:
-        raise Refused(f"can't write {part}: {error.strerror}; choose another --runs or --name") from None
+        raise Refused(cant_write(part, error)) from None
 
 
 def _digests(part, ranks, device):
@@ -166,7 +172,7 @@ def _settle(file, part, name, tree, sums):
             os.fsync(handle)
             os.close(handle)
     except OSError as error:
-        raise Refused(f"can't write {folder}: {error.strerror}; choose another --runs or --name") from None
+        raise Refused(cant_write(folder, error)) from None
     content = {"folder": folder.name, "files": sums, "state": tree}
     write_json(file, {"sha256": _digest_of(content), **content})
     _remove_folders_but(file, folder)
@@ -231,12 +237,11 @@ def _opened(path):
     """(content of the file of plain values, folder of the tensors, both verified but for the tensors)."""
     file = pointer(path)
     content = read_json(file)
-    damaged = Refused(DAMAGED.format(file))
     claimed = content.pop("sha256", None)
     if set(content) != {"folder", "files", "state"} or claimed != _digest_of(content):
-        raise damaged
+        raise damaged(file)
     if not all(map(_is_name, [content["folder"], *content["files"]])):
-        raise damaged
+        raise damaged(file)
     folder = file.with_name(content["folder"])
     missing = [name for name in content["files"] if not (folder / name).is_file()]
     stray = {p.name for p in folder.glob("*")} - set(content["files"])
@@ -258,7 +263,7 @@ def _verify(content, folder, rank=0, world=1):
         if i % world == rank:
             with open(folder / name, "rb") as file:
                 if digest(file, os.fstat(file.fileno()).st_size) != claimed:
-                    raise Refused(DAMAGED.format(folder / name))
+                    raise damaged(folder / name)
 
 
 def _described(tree):
@@ -276,7 +281,7 @@ def read_shards(path):
 
     content, folder = _opened(path)
     _verify(content, folder)
-    strange = Refused(f"{pointer(path)} is no checkpoint of this program: train again, or use another one")
+    strange = no_checkpoint(pointer(path))
     try:
         leaves = _described(content["state"])
         asked = sum(math.prod(leaf["size"]) * DTYPE_OF[leaf["dtype"]].itemsize for leaf in leaves.values())

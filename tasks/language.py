@@ -388,7 +388,7 @@ def choose_bytes(logits, temperature, top_k, rng):
     return byte.gather(1, place[:, None])[:, 0]
 
 
-def text_picture(text, columns=72, size=14):
+def text_picture(text):
     """The first lines of a text as a picture [3, H, W] in [0, 1], black on white."""
     import numpy as np
     from PIL import Image, ImageDraw, ImageFont
@@ -396,9 +396,9 @@ def text_picture(text, columns=72, size=14):
     lines = []
     for line in text.split("\n"):
         shown = "".join(char if char.isprintable() else "\ufffd" for char in line)
-        lines += textwrap.wrap(shown, columns) or [""]
+        lines += textwrap.wrap(shown, 72) or [""]
     page = "\n".join(lines[:PICTURED_LINES])
-    font = ImageFont.load_default(size)
+    font = ImageFont.load_default(14)
     margin = 8
     measuring = ImageDraw.Draw(Image.new("RGB", (1, 1)))
     _, _, right, bottom = measuring.textbbox((margin, margin), page, font, spacing=5)

@@ -153,18 +153,18 @@ def kid(a: torch.Tensor, b: torch.Tensor) -> float:
     return within(a) + within(b) - 2 * total(a, b) / (len(a) * len(b))
 
 
-def sliced_wasserstein(a: torch.Tensor, b: torch.Tensor, seed: int = 0, projections: int = 128) -> float:
+def sliced_wasserstein(a: torch.Tensor, b: torch.Tensor, seed: int = 0) -> float:
     """Sliced 2-Wasserstein distance of images [N, C, H, W] and [M, C, H, W] in pixel values.
 
     inf if a value is not finite. Root mean square over orthonormal directions fixed by `seed`: as many as an
-    image has values, at most `projections`. Unequal counts meet at interpolated quantiles. Bonneel et al.
+    image has values, at most 128. Unequal counts meet at interpolated quantiles. Bonneel et al.
     2015, doi 10.1007/s10851-014-0506-3.
     """
     a, b, finite = _flat(a, b)
     if not finite:
         return math.inf
     draw = torch.Generator().manual_seed(seed)
-    directions = torch.randn(a.shape[1], min(a.shape[1], projections), generator=draw, dtype=torch.float64)
+    directions = torch.randn(a.shape[1], min(a.shape[1], 128), generator=draw, dtype=torch.float64)
     directions = torch.linalg.qr(directions).Q
     count = max(len(a), len(b))
 

@@ -35,6 +35,7 @@ from tasks.slots import (
 
 GUMBEL_BITS = 23  # (n + 1/2) / 2^23 is exact in fp32, and neither 0 nor 1
 PATCH = 4  # pixels a side of a token's patch
+DROPOUT = 0.1  # of the decoder over tokens
 
 GUMBEL = Site(
     ("fp32", "bf16", "bf16-open"),
@@ -146,10 +147,10 @@ def gumbel(bits, how="fp32"):
     return -torch.log(-torch.log(u))
 
 
-def temperature(step, steps, start=1.0, end=0.1):
-    """Of the Gumbel-softmax at a step: from start to end by half a cosine over `steps`, then end."""
+def temperature(step, steps):
+    """Of the Gumbel-softmax at a step: from 1 to 0.1 by half a cosine over `steps`, then 0.1."""
     done = min(1.0, step / steps)
-    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
 
 
 # ---- Decoder over tokens -----------------------------------------------------------------------------------
@@ -158,15 +159,15 @@ def temperature(step, steps, start=1.0, end=0.1):
 class Decoder(nn.Module):
     """tokens int64 [B, L] and slots [B, K, width] -> -log p(token | those before it, slots), [B, L]."""
 
-    def __init__(self, vocabulary, length, width, blocks, heads, numerics, dropout=0.1):
+    def __init__(self, vocabulary, length, width, blocks, heads, numerics):
         super().__init__()
         self.numerics = numerics
         self.token_embed = nn.Embedding(vocabulary + 1, width)  # the last one begins a sequence
         self.position_embed = nn.Embedding(length, width)
         self.slot = nn.Linear(width, width, bias=False)
-        self.drop = nn.Dropout(dropout)
+        self.drop = nn.Dropout(DROPOUT)
         self.blocks = nn.ModuleList(
-            SlotsBlock(width, heads, dropout, causal=True, cross=True) for _ in range(blocks)
+            SlotsBlock(width, heads, DROPOUT, causal=True, cross=True) for _ in range(blocks)
         )
         self.norm = nn.LayerNorm(width)
         self.final = nn.Linear(width, vocabulary, bias=False)
