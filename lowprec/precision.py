@@ -97,12 +97,8 @@ class Options:
         self.clip_tensor = self.clip_tensor or 0.0
         if self.groups is not None:
             self.groups = list(map(_listed, self.groups))
-
-    @property
-    def of_optimizer(self) -> dict[str, Any]:
-        """What build.build takes by name."""
         names = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay", "seed")
-        return {name: getattr(self, name) for name in names}
+        self.of_optimizer = {name: getattr(self, name) for name in names}  # what build.build takes by name
 
 
 def shows_options(init: Callable) -> Callable:
@@ -199,6 +195,8 @@ class Precision:
         self.parts: list[Part] = []
         for kind in kinds:
             self.parts.append(kind.of(self))
+        # those that change how layers multiply
+        self.methods: list[Method] = [part for part in self.parts if isinstance(part, Method)]
         originals = self._cast(model)
         self._make_optimizer(originals)
         # the average 'ema', if any, and further ones
@@ -298,11 +296,6 @@ class Precision:
             if isinstance(part, kind):
                 return part
         return None
-
-    @property
-    def methods(self) -> list[Method]:
-        """The parts that change how layers multiply."""
-        return [part for part in self.parts if isinstance(part, Method)]
 
     @property
     def forward(self) -> Callable:
