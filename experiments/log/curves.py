@@ -117,7 +117,7 @@ def factorial(names, arms, values, seeds):
     columns = settings_of_factors(arms, names[half:])
     mean = {}
     for arm in arms:
-        mean[tuple(arm.cell.values())] = mean_of(values[arm], seeds)
+        mean[tuple(arm.cell.values())] = statistics.fmean(values[arm][seed] for seed in seeds)
     cells = []
     for row in rows:
         cells.append([mean.get(row + column) for column in columns])
@@ -130,17 +130,9 @@ def factorial(names, arms, values, seeds):
     }
 
 
-def mean_of(table, names):
-    """The mean of the values that a dict has for these keys."""
-    return statistics.fmean(table[name] for name in names)
-
-
 def settings_of_factors(arms, names):
     """[the levels of these factors], each once, in the order of the arms."""
-    found = {}
-    for arm in arms:
-        found[levels_of(arm, names)] = None
-    return list(found)
+    return list(dict.fromkeys(levels_of(arm, names) for arm in arms))
 
 
 def levels_of(arm, names):
@@ -148,10 +140,7 @@ def levels_of(arm, names):
 
 
 def _spot_in_words(names, spot):
-    words = []
-    for name, setting in zip(names, spot, strict=True):
-        words.append(f"{name} {setting}")
-    return ", ".join(words)
+    return ", ".join(f"{name} {level}" for name, level in zip(names, spot, strict=True))
 
 
 def effects(names, arms, values, seeds):
@@ -211,10 +200,7 @@ class Cells:
         second, none = self.mean_logs({i: False, j: True}), self.mean_logs({i: False, j: False})
         if not (both and first and second and none):
             return []
-        logs = []
-        for k in range(len(self.seeds)):
-            logs.append(both[k] - second[k] - first[k] + none[k])
-        return logs
+        return [b - s - f + n for b, s, f, n in zip(both, second, first, none, strict=True)]
 
 
 def _ratio_and_interval(name, logs):
@@ -238,10 +224,7 @@ def generation_ranges(experiment, known):
 
 def mean_step(step):
     """{figure: mean over the seeds} of one step of several traces."""
-    means = {}
-    for name in step[0]:
-        means[name] = statistics.fmean(trace[name] for trace in step)
-    return means
+    return {name: statistics.fmean(trace[name] for trace in step) for name in step[0]}
 
 
 def own_scores_named(experiment, arm, known, name):

@@ -244,8 +244,8 @@ def _results(arm, seed, folder):
     if not is_scores(result.get("scores")) or not is_scores(result.get("reference")):
         raise Refused(f"{folder} holds scores that are none: remove that folder, and run again")
     found = {
-        "scores": changed_values(_short_scores, result["scores"]),
-        "reference": changed_values(_without_pixels, result["reference"]),
+        "scores": {source: _short_scores(own) for source, own in result["scores"].items()},
+        "reference": {end: _without_pixels(own) for end, own in result["reference"].items()},
         "seconds": 0.0 if arm.of else summary.get("seconds"),
         "scoring_seconds": result.get("scoring_seconds", 0.0),
     }
@@ -260,15 +260,8 @@ def _results(arm, seed, folder):
     return found
 
 
-def changed_values(change, tables):
-    return {name: change(table) for name, table in tables.items()}
-
-
 def _short_scores(scores):
-    found = dict(scores)
-    if "trace" in found:
-        found["trace"] = _thinned(found["trace"])
-    return found
+    return {**scores, "trace": _thinned(scores["trace"])} if "trace" in scores else scores
 
 
 def _without_pixels(scores):
@@ -280,10 +273,7 @@ def _thinned(trace, most=11):
     if not trace:
         return []
     at = {round(i * (len(trace) - 1) / (most - 1)) for i in range(most)}
-    found = []
-    for i in sorted(at):
-        found.append({k: float(f"{v:.4g}") for k, v in trace[i].items()})
-    return found
+    return [{k: float(f"{v:.4g}") for k, v in trace[i].items()} for i in sorted(at)]
 
 
 def _curves(path, most=30):

@@ -87,10 +87,7 @@ def markdown_table(rows):
 def ruled_table(rows, rule, first, between, last):
     """Lines of a table whose first row is its head."""
     head, *body = rows
-    lines = []
-    for row in [head, [rule] * len(head), *body]:
-        lines.append(first + between.join(row) + last)
-    return "\n".join(lines)
+    return "\n".join(first + between.join(row) + last for row in [head, [rule] * len(head), *body])
 
 
 # ---- Words -------------------------------------------------------------------------------------------------
@@ -322,10 +319,7 @@ def shown_columns(rows, experiment):
 
 def cells_of(rows, names):
     """[[text]] of these columns, "-" where a row has none."""
-    cells = []
-    for row in rows:
-        cells.append([row.get(name, "-") for name in names])
-    return cells
+    return [[row.get(name, "-") for name in names] for row in rows]
 
 
 def csv_text(rows):
