@@ -82,23 +82,25 @@ def moved_by(name, weight, m, v, steps, group, lr, parameter=None) -> Moved:
     )
 
 
-def of_optimizer(model: nn.Module, optimizer: Any, lr: float | None) -> list[Moved]:
-    """What an optimiser with Adam's moments moves in a model. Raises Refused without moments."""
+def of_optimizer(model: nn.Module, optimizer: Any, lr: float | None) -> tuple[list[Moved], int]:
+    """What an optimiser with Adam's moments moves in a model, and how many tensors are left out. Raises
+    Refused without moments.
+    """
     names = {p: name for name, p in unwrapped(model).named_parameters()}
     inner = hooked(optimizer)
     answers = answering(inner)
-    found = []
+    found, left_out = [], 0
     for group in inner.param_groups:
         for p in group["params"]:
             m, v = (answers.moment(p, name) for name in ("exp_avg", "exp_avg_sq"))
-            if m is None or v is None or "betas" not in group:
+            steps = answers.decay(p, "exp_avg")[1] if m is not None else 0
+            if v is None or not steps or "betas" not in group:
+                left_out += 1
                 continue
-            steps = answers.decay(p, "exp_avg")[1]
-            if steps:
-                found.append(moved_by(names.get(p, "?"), answers.held(p), m, v, steps, group, lr, p))
+            found.append(moved_by(names.get(p, "?"), answers.held(p), m, v, steps, group, lr, p))
     if not found:
         raise Refused("the optimiser has no moments of Adam yet: foresee after some steps of Adam or AdamW")
-    return found
+    return found, left_out
 
 
 def of_checkpoint(checkpoint: Checkpoint, lr: float | None) -> tuple[list[Moved], int]:
@@ -323,7 +325,7 @@ class Forecast:
             f"hundredth {hundredth}{ahead}",
             *self._worst(),
             f"stochastically: the noise of a write is {self.noise:.2g} of a step (root mean squares). To the "
-            f"loss it adds {rows['pure_bf16+stochastic']}: that is reached once all directions have settled",
+            f"loss it adds {rows['pure_bf16+stochastic']}, which is reached once all directions have settled",
             f"stochastically with Kahan: {rows['pure_bf16+stochastic+kahan']}",
             f"with a master of 24 bits: {rows['pure_bf16+master=split8']}; of 32 bits: nothing is lost",
         ]
@@ -386,12 +388,12 @@ def foresee(
         checkpoint = read_checkpoint(model)
         moved, left_out = of_checkpoint(checkpoint, lr)
         return Forecast(moved, ahead, loss, left_out, average_unwritten(checkpoint, ema_decay))
-    moved, ahead = of_optimizer(model, optimizer, lr), tuple(ahead)
+    (moved, left_out), ahead = of_optimizer(model, optimizer, lr), tuple(ahead)
     reached = None
     if closure is not None and steps is not None:
         rates = ahead or (1.0,)
         reached = settled_by(moved, closure, steps * moved[0].rate * sum(rates) / len(rates))
-    return Forecast(moved, ahead, loss, settled=reached)
+    return Forecast(moved, ahead, loss, left_out, settled=reached)
 
 
 def settled_by(moved: list[Moved], closure: Callable[[], torch.Tensor], travelled: float) -> float | None:
