@@ -165,6 +165,11 @@ class Generation(Task):
         dropout = self.config.label_dropout
         if dropout != LABEL_DROPOUT and not self.data.num_classes:
             found.append(f"--label_dropout {dropout:g} changes nothing: the net is given no labels")
+        if self.config.scores == "full" and not self.data.yardstick and self.config.steps < 1000:
+            found.append(
+                "the final scores take a net that is fitted to these images first, which can take longer "
+                "than a short training: --scores fast takes none"
+            )
         count = len(self.data.train) + len(self.data.heldout)
         samples = self.config.samples
         if samples > 4 * count:
