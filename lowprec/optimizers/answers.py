@@ -55,11 +55,11 @@ class Answers:
 
     def held(self, p, pick=torch.flatten):
         """The fp32 value held for parameter p, flat."""
-        weight = pick(local_tensor(p))
-        low = self.low_part(p)
-        if low is not None:
-            low = pick(low)
-        return exact_weight(weight, low)
+        return exact_weight(pick(local_tensor(p)), *map(pick, self._beside(p)))
+
+    def _beside(self, p):
+        """[what completes weight p], or []."""
+        return [t for t in [self.low_part(p)] if t is not None]
 
     def moment(self, p, name, pick=torch.flatten):
         """A moment of p, flat: as held, or the fp32 values that its codes stand for; None where it has none.

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map
 from ..errors import Refused
 from ..formats import FORMATS
 from ..machine import quiet_import
-from ..rounding import exact_weight
 from .answers import Answers, params_of
 from .buckets import scale_of
 from .groups import check_sizes
@@ -89,14 +88,8 @@ class Peer(Answers, torch.optim.Optimizer):
 
     # -- questions, see Answers
 
-    def held(self, p, pick=torch.flatten):
-        weight = pick(p.detach())
-        low = None
-        if self.low is not None:
-            low = self.state.get(p, {}).get(self.low)
-        if low is not None:
-            low = pick(low)
-        return exact_weight(weight, low)
+    def _beside(self, p):
+        return [t for t in [self.state.get(p, {}).get(self.low)] if t is not None]
 
     def moment(self, p, name, pick=torch.flatten):
         found = self._state(p, name)
