@@ -5,6 +5,7 @@ on it.
 import ast
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 import bench
 import options
 import precision
-from benchmarks import gpu_cells, memory, sharding, training
+import train
+from benchmarks import first, gpu_cells, memory, sharding, training
 from benchmarks.common import RECIPES, parse_net
 from experiments.bench import fp16_weights, guides, loops, moments, other_loops, systems
 from harness import flags
@@ -364,3 +366,142 @@ def test_both_run_on_cuda(tmp_path):
     net = ["--nets", "unet:tiny:8:2"]
     result = run(tmp_path, "training", "--device", "cuda", *net, "--recipes", *recipes, "--repeats", "2")
     assert all(row["peak_bytes"] > 16 * row["parameters"] for row in result["results"])
+
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = json.loads((ROOT / "experiments" / "bench" / "cpu-first.json").read_text())
+ROWS = {row["name"]: row for row in RECORD["results"]}
+
+
+def test_a_first_command_is_run_to_its_end_and_seen(tmp_path):
+    out = tmp_path / "record.json"
+    asked = ["--only", "classify", "--steps", "4", "--threads", "1", "--out", str(out)]
+    assert bench.main(["first", *asked]) == 0
+    record = json.loads(out.read_text())
+    [row] = record["results"]
+    assert record["command"].endswith("--threads 1 --out record.json")  # no folder of this machine
+    assert row["steps"] == 4 and row["command"] == "python train.py --task classify --steps 4"
+    assert 0 < row["pictures"]["final.png"] < row["seconds"] and row["training_seconds"] < row["seconds"]
+    assert 0 <= row["scores"]["accuracy"] <= 1 and "accuracy" in first.result(row)
+
+
+def test_what_a_command_starts_from_is_run_before_it():
+    assert first.with_needs(["distill", "latent"]) == ["vae", "latent", "teacher", "distill"]
+
+
+def test_a_command_that_fails_ends_the_measurement_in_one_line(monkeypatch, capsys):
+    broken = replace(first.FIRST_COMMANDS["classify"], flags="--task classify --data folder:nowhere")
+    monkeypatch.setitem(first.FIRST_COMMANDS, "classify", broken)
+    assert bench.main(["first", "--only", "classify"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "nowhere" in said and "exit status 2" in said and "\n" not in said
+
+
+@pytest.mark.parametrize("first", first.FIRST_COMMANDS.values(), ids=first.FIRST_COMMANDS)
+def test_first_commands_are_commands_of_train(first):
+    train.build_parser().parse_args(first.flags.format(runs="runs").split())
+
+
+def test_the_record_is_of_every_first_command_to_its_end():
+    assert list(ROWS) == list(first.FIRST_COMMANDS)
+    assert RECORD["settings"]["steps"] is None and RECORD["machine"]["clean"]
+    assert all(row["seconds"] < 300 for row in ROWS.values()), "docs/speed.md: within five minutes"
+
+
+def test_a_folder_that_holds_the_run_is_refused_since_it_would_go_on(tmp_path, capsys):
+    (tmp_path / "classify").mkdir()
+    assert bench.main(["first", "--only", "classify", "--steps", "4", "--runs", str(tmp_path)]) == 2
+    assert "choose another folder" in capsys.readouterr().err
+    assert not list((tmp_path / "classify").iterdir())
+
+
+def test_a_billion_parameters_take_the_bytes_of_their_own_net():
+    def parts(net, states):
+        held = dict(weights=2.0, gradients=2.0, states=states)
+        names = {memory.typed({k: v for k, v in flags.items() if k not in (*memory.EMULATED_FP8, "bf16")})
+                 for flags in memory.ACTIVATION_RECIPES.values()}
+        return [dict(net=net, flags=name, **held) for name in names]
+
+    rows = [dict(net="b", recipe=name, batch=1, again=False, total=8) for name in memory.ACTIVATION_RECIPES]
+    table = memory.billion_table(rows, parts("a", 9.0) + parts("b", 3.0), 1)
+    assert " 3.0 |" in table and " 9.0 |" not in table
+
+
+TINY = "--model dit --size tiny/4 --image_size 8 --batch_size 2"
+TASKS = {
+    "classify": "--task classify --image_size 8 --batch_size 2",
+    "distill": "--task distill --batch_size 2 --teacher {flow}",
+}
+
+
+def test_tasks_take_turns_with_a_bare_loop(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loops, "TIMED_TASKS", TASKS)
+    monkeypatch.setattr(loops, "RUNS_STARTED_FROM", {"flow": f"--task rflow {TINY}"})
+    monkeypatch.setattr(loops, "ROUND_LENGTH_MS", 1)
+    out = tmp_path / "record.json"
+    assert bench.main(["peers", "--tasks", "--repeats", "2", "--threads", "1", "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    rows = record["results"]
+    assert record["bench"] == "peers"
+    assert [(r["task"], r["loop"]) for r in rows] == [(t, b) for t in TASKS for b in ("bare loop", "ours")]
+    assert all(len(r["ms"]) == 2 and min(r["ms"]) > 0 and r["steps"] > 0 for r in rows)
+    assert all(r["flags"] == TASKS[r["task"]] for r in rows)  # and no folder of this machine
+    assert loops.task_speeds_table(rows) in capsys.readouterr().out
+    assert not out.with_suffix(".png").exists()
+
+
+def test_the_table_of_tasks_is_of_ratios_within_a_round():
+    rows = [dict(task="a", loop="bare loop", flags="--task a", ms=[1.0, 10.0, 2.0, 1.0])]
+    rows += [dict(task="a", loop="ours", flags="--task a", ms=[1.1, 11.0, 3.0, 1.0])]
+    assert loops.bare_to_ours(*rows) == pytest.approx([1.1, 1.1, 1.5, 1.0])
+    line = loops.task_speeds_table(rows).splitlines()[-1]
+    assert line == "| a | `--task a` | 2 | 2 | 1.10 | 1.02 to 1.40 |"
+
+
+def test_a_bare_loop_keeps_the_average_that_a_consistency_model_learns_from(tmp_path):
+    """Without it the bare loop would have less to do, and the loss another target."""
+    flags = f"--task consistency {TINY} --target_decay 0.5 --lr 1e-2"
+    job = other_loops.Job(flags, str(tmp_path), torch.device("cpu"))
+    asked, loss = [], job.loss
+    job.loss = lambda net, batch: (asked.append(job.task.target(net)), loss(net, batch))[1]
+    step = other_loops.bare_loop(job, "fp32")
+    step()
+    first = [p.detach().clone() for p in job.net.parameters()]
+    step()
+    target = job.task.target(job.net)
+    assert target is not job.net and asked == [target, target]
+    sides = list(zip(target.parameters(), first, job.net.parameters(), strict=True))
+    assert any(not torch.equal(before, now) for _, before, now in sides)
+    for held, before, now in sides:  # the first step's weights begin the average
+        assert torch.allclose(held, (before + now) / 2, atol=1e-6)
+
+
+def test_a_task_that_is_not_there_is_one_line(capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["peers", "--tasks", "paint"])
+    assert stop.value.code == 2 and "paint" in capsys.readouterr().err
+
+
+def test_the_discrete_vae_by_itself_keeps_what_the_record_says(tmp_path, monkeypatch):
+    """Bytes are no times: any machine finds them again."""
+    path = ROOT / "experiments" / "bench" / "cpu-dvae.json"
+    recorded = {(r["table"], r["name"]): r for r in json.loads(path.read_text())["results"]}
+    assert {table for table, _ in recorded} == set(systems.TABLES_APART)
+    kept = ["fp32", "pure bf16 stochastic, logits too"]
+    rows = {name: systems.TABLES_APART["dvae-512"][name] for name in kept}
+    monkeypatch.setattr(systems, "TABLES_APART", {"dvae-512": rows})
+    out = tmp_path / "record.json"
+    argv = ["systems", "--only", "dvae-512", "--train", "0", "--repeats", "1", "--out", str(out)]
+    assert bench.main(argv) == 0
+    found = json.loads(out.read_text())["results"]
+    assert [row["name"] for row in found] == kept
+    for row in found:
+        assert row["kept"] == recorded["dvae-512", row["name"]]["kept"] and len(row["ms"]) == 1
+        assert row["items"] == "frames" and "score" not in row
+    tokens = found[0]["items_a_step"] * 512 * 6 * 6  # frames of 24x24 pixels
+    assert found[0]["kept"]["total"] > 2 * 4 * tokens  # log-probabilities and soft tokens, each once
+
+
+def test_tables_apart_run_where_they_are_named_alone():
+    args = bench.build_parser().parse_args(["systems"])
+    assert args.only == list(systems.SYSTEM_TABLES) and not set(args.only) & set(systems.TABLES_APART)
