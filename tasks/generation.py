@@ -317,8 +317,10 @@ class Generation(Task):
         labels, condition = self.labels_and_condition(real, targets)
         noise = rng.normal(*real.shape)
         drawn = self.sample(given(model, condition), labels, noise, self.config.sample_steps)
-        rows = [condition_picture(condition).expand_as(real), drawn, real]
-        return {"samples": picture(torch.cat(rows).cpu(), len(real))}
+        rows = [condition_picture(condition), drawn, real]
+        channels = max(row.shape[1] for row in rows)  # grey images may have coloured conditions
+        rows = [row.expand(-1, channels, -1, -1).cpu() for row in rows]
+        return {"samples": picture(torch.cat(rows), len(real))}
 
     def evaluate(self, model, rng):
         """(scores, pictures) of config.samples images against held-out real ones; with --condition one for
