@@ -207,6 +207,9 @@ def sample_and_score(path, given, command, table):
     if trainer.precision.ledger().flops_share:
         print(f"{trainer.precision.ledger()}\n")
     print_scores(trainer.task, scores, trainer.task.reference())
+    share = late_average(trainer.config.replaced(steps=checkpoint["step"]))
+    if share and trainer.config.weights == "ema":
+        print(f"the average holds {share:.0%} of the initial weights: --weights raw draws the last ones")
     print(f"pictures: {trainer.folder}/samples/{label}-*.png   scores: {trainer.folder}/samples/{label}.json")
     return 0
 
