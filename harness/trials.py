@@ -39,10 +39,6 @@ class TaskTraining:
             end_workers(self.trainer.batches)
         return loss
 
-    def fixed_loss(self):
-        self.run.model.eval()
-        return self.trainer.fixed_loss(self.run)
-
     def held_out(self):
         task, config = self.trainer.task, self.trainer.config
         source = "raw" if config.weights == "raw" else "ema"

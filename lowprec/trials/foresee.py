@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from ..errors import Refused
 from ..formats import FORMATS
 from ..watch.adapters import answering, hooked, unwrapped
 from ..watch.checkpoints import Checkpoint, read_checkpoint, weight_names_of
-from .spectrum import settled
 
 RATES = (1.0, 0.1, 0.01)  # of the present one, at which the share that is not written is told
 TENSORS_SHOWN = 5
@@ -52,20 +51,14 @@ class Moved(NamedTuple):
     rate: float
     decay: float  # of the weight, as of AdamW
     eps: float
-    parameter: nn.Parameter | None = None  # in a net that is there
 
     def step(self, m: torch.Tensor | None = None, v: torch.Tensor | None = None) -> torch.Tensor:
         """What Adam wants to take off each weight, with these moments or its own."""
         m, v = self.m if m is None else m, self.v if v is None else v
         return self.rate * (m / (v.sqrt() + self.eps) + self.decay * self.weight)
 
-    @property
-    def noise(self) -> torch.Tensor:
-        """What four times the ceiling is the sum of."""
-        return gaps(self.weight) * self.m.abs()
 
-
-def moved_by(name, weight, m, v, steps, group, lr, parameter=None) -> Moved:
+def moved_by(name, weight, m, v, steps, group, lr) -> Moved:
     """A Moved of a tensor and its state. group: the options of its parameter group. lr: in place of its."""
     betas = group.get("betas")
     # torch.distributed.checkpoint keeps no numbers
@@ -77,9 +70,8 @@ def moved_by(name, weight, m, v, steps, group, lr, parameter=None) -> Moved:
         raise Refused("no learning rate is known above 0: give lr")
     weight, m, v = (t.detach().float().flatten() for t in (weight, m, v))
     m, v = m / (1 - float(beta1) ** steps), v / (1 - float(beta2) ** steps)
-    return Moved(
-        name, weight, m, v, float(rate), group.get("weight_decay") or 0.0, group.get("eps") or 1e-8, parameter
-    )
+    decay, eps = group.get("weight_decay") or 0.0, group.get("eps") or 1e-8
+    return Moved(name, weight, m, v, float(rate), decay, eps)
 
 
 def of_optimizer(model: nn.Module, optimizer: Any, lr: float | None) -> tuple[list[Moved], int]:
@@ -97,7 +89,7 @@ def of_optimizer(model: nn.Module, optimizer: Any, lr: float | None) -> tuple[li
             if v is None or not steps or "betas" not in group:
                 left_out += 1
                 continue
-            found.append(moved_by(names.get(p, "?"), answers.held(p), m, v, steps, group, lr, p))
+            found.append(moved_by(names.get(p, "?"), answers.held(p), m, v, steps, group, lr))
     if not found:
         raise Refused("the optimiser has no moments of Adam yet: foresee after some steps of Adam or AdamW")
     return found, left_out
@@ -183,7 +175,7 @@ def figures_of(one: Moved, rates: Iterable[float]) -> Figures:
         unwritten=unwritten,
         squares=total(step.square()),
         noise=total(gap.square() * part * (1 - part)),
-        ceiling=total(one.noise) / 4,
+        ceiling=total(gap * one.m.abs()) / 4,
         codes=codes,
     )
 
@@ -228,7 +220,6 @@ class Forecast:
     rate: the present one. ahead: shares of it at the steps that are still to come, or (). loss: of the net,
     or None where it is not known; the ceiling is told as a share of it. left_out: how many tensors are not
     among them, since a file holds no moments of them, or codes. average: see average_unwritten.
-    settled: what stochastic writes reach of the ceiling, None where it is not known.
     """
 
     def __init__(
@@ -238,9 +229,8 @@ class Forecast:
         loss: float | None = None,
         left_out: int = 0,
         average: float | None = None,
-        settled: float | None = None,
     ):
-        self.left_out, self.average, self.settled = left_out, average, settled
+        self.left_out, self.average = left_out, average
         self.rate, self.ahead, self.loss = moved[0].rate, tuple(ahead), loss
         rates = dict.fromkeys((*RATES, *self.ahead))
         with torch.no_grad():
@@ -275,13 +265,10 @@ class Forecast:
 
     # -- in words
 
-    def _added(self, excess):
-        return f"+{excess:.2g}" if self.loss is None else f"+{100 * excess / self.loss:.2g} %"
-
     def _at_most(self, share=1.0):
-        """What is added at most, and in how many steps are to come, in words. share: of the ceiling."""
-        most = f"at most {self._added(share * self.ceiling)}"
-        return most if self.settled is None else f"{self._added(share * self.settled)}, {most}"
+        """What is added at most, in words. share: of the ceiling."""
+        excess = share * self.ceiling
+        return f"at most +{excess:.2g}" if self.loss is None else f"at most +{100 * excess / self.loss:.2g} %"
 
     def rows(self) -> dict[str, str]:
         """{recipe, as evidence.recipe_key writes it: what its writes would do}."""
@@ -305,7 +292,6 @@ class Forecast:
             "unwritten_ahead": self.unwritten(self.ahead) if self.ahead else None,
             "noise": self.noise,
             "ceiling": self.ceiling,
-            "settled": self.settled,
             "loss": self.loss,
             "left_out": self.left_out,
             "average": self.average,
@@ -365,8 +351,6 @@ def foresee(
     ahead: Iterable[float] = (),
     loss: float | None = None,
     ema_decay: float = 0.999,
-    closure: Callable[[], torch.Tensor] | None = None,
-    steps: int | None = None,
 ) -> Forecast:
     """What each way of writing bf16 weights would do to a net. Nothing is written, and no step is taken.
 
@@ -378,8 +362,6 @@ def foresee(
         ahead: shares of it at the steps that are still to come.
         loss: of the net, above 0: the ceiling is told as a share of it.
         ema_decay: of the average that a checkpoint holds.
-        closure: () -> the loss of the net on some examples. With it and `steps` is told how much of the
-            ceiling so many steps reach, by its curvature; see spectrum.py.
 
     Raises:
         Refused (a ValueError): without moments or a rate, and for a file that can't be read.
@@ -388,26 +370,8 @@ def foresee(
         checkpoint = read_checkpoint(model)
         moved, left_out = of_checkpoint(checkpoint, lr)
         return Forecast(moved, ahead, loss, left_out, average_unwritten(checkpoint, ema_decay))
-    (moved, left_out), ahead = of_optimizer(model, optimizer, lr), tuple(ahead)
-    reached = None
-    if closure is not None and steps is not None:
-        rates = ahead or (1.0,)
-        reached = settled_by(moved, closure, steps * moved[0].rate * sum(rates) / len(rates))
-    return Forecast(moved, ahead, loss, left_out, settled=reached)
-
-
-def settled_by(moved: list[Moved], closure: Callable[[], torch.Tensor], travelled: float) -> float | None:
-    """What stochastic writes reach of the ceiling; None where the curvature is not known: of weights that are
-    not fp32, and where the loss can't be differentiated twice. travelled: the sum of the learning rates.
-    """
-    if any(one.parameter is None or one.parameter.dtype != torch.float32 for one in moved):
-        return None
-    scale = torch.cat([one.v.sqrt() + one.eps for one in moved])
-    noise = torch.cat([one.noise for one in moved])
-    try:
-        return settled(closure, [one.parameter for one in moved], scale, noise, travelled)
-    except RuntimeError:
-        return None
+    moved, left_out = of_optimizer(model, optimizer, lr)
+    return Forecast(moved, ahead, loss, left_out)
 
 
 def main(argv: list[str], prog: str = "python -m lowprec foresee") -> int:

@@ -177,13 +177,12 @@ class Rounds:
         """{recipe: what its writes would do}, from the reference's weights and moments at its end."""
         rates = [training.rate_at(step) for step in range(0, self.steps, max(1, self.steps // 20))]
         largest = max(rates)
-        asked = dict(lr=largest, ahead=[rate / largest for rate in rates], loss=loss)
+        ahead = [rate / largest for rate in rates]
         run = training.run
         try:
-            found = foresee(run.model, run.optimizer, closure=training.fixed_loss, steps=self.steps, **asked)
+            return foresee(run.model, run.optimizer, lr=largest, ahead=ahead, loss=loss).rows()
         except Refused:  # an optimiser without Adam's moments
             return {}
-        return found.rows()
 
     def _check_reference(self, result):
         """Raise Refused where no recipe can be judged by the reference."""

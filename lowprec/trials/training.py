@@ -135,12 +135,6 @@ class Training:
             raise Refused("loss(model, batch) is to return the mean loss, a tensor of one number")
         return loss.squeeze()
 
-    def fixed_loss(self) -> torch.Tensor:
-        """The loss of the net as it is on the first held-out batch, with its derivatives."""
-        self.run.model.eval()
-        torch.manual_seed(stream(0, Stream.FIXED, 0))
-        return self._loss(self.run, next(iter(self.problem.call("held_out"))))
-
     @torch.no_grad()
     def held_out(self) -> float:
         """The mean loss over the batches of held_out(), of the averaged weights where there is an average."""

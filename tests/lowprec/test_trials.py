@@ -143,33 +143,30 @@ def test_intervals_hold_the_truth_although_pairs_are_added_until_they_are_narrow
 # ---- A forecast --------------------------------------------------------------------------------------------
 
 
-def bowl(update, steps, rate=3e-3, size=4096):
-    """(excess loss of a bowl after so many noisy steps from its optimum, the forecast)."""
-    curvature = torch.logspace(-2, 0.5, size)
+def bowl(update, steps=1200, size=4096, rate=5e-3):
+    """(excess loss of a settled bowl, ceiling that is foreseen), means over some looks."""
     optimum = torch.rand(size, generator=torch.Generator().manual_seed(0)) + 1
     net = nn.Module()
     net.w = nn.Parameter(optimum.to(torch.float32 if update is None else torch.bfloat16))
     start = net.w.detach().float().clone()
     optimizer = AdamW(net.parameters(), lr=rate, weight_decay=0.0, update=update or "nearest")
     draw = torch.Generator().manual_seed(1)
-    for _ in range(steps):
+    excess, ceilings = [], []
+    for step in range(steps):
         away = net.w.detach().float() - start
-        net.w.grad = (curvature * away + torch.randn(size, generator=draw)).to(net.w.dtype)
+        net.w.grad = (away + torch.randn(size, generator=draw)).to(net.w.dtype)
         optimizer.step()
+        if step >= steps // 2 and step % 50 == 0:
+            excess.append(away.square().sum().item() / 2)
+            ceilings.append(lowprec.foresee(net, optimizer).ceiling)
+    return sum(excess) / len(excess), sum(ceilings) / len(ceilings)
 
-    def loss():
-        return ((net.w - start).square() * curvature).sum() / 2
 
-    return loss().item(), lowprec.foresee(net, optimizer, closure=loss, steps=steps)
-
-
-@pytest.mark.parametrize("steps, reached", [(50, 0.2), (400, 0.5)])
-def test_stochastic_writes_add_what_the_curvature_foresees(steps, reached):
-    exact, forecast = bowl(None, steps)
-    written, without_fp32 = bowl("stochastic", steps)
-    assert 0.75 < (written - exact) / forecast.settled < 1.25  # the noise of one run
-    assert reached / 2 < forecast.settled / forecast.ceiling < reached  # most directions have not settled
-    assert without_fp32.settled is None
+def test_the_ceiling_is_what_stochastic_writes_add_in_a_settled_bowl():
+    exact, ceiling = bowl(None)
+    written, _ = bowl("stochastic")
+    # a step is a tenth of a gap here; of smaller steps it is nearer to 1
+    assert 0.7 < (written - exact) / ceiling < 1
 
 
 def trained_net(steps=20):
