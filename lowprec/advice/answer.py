@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from time import monotonic
+from time import thread_time
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -225,7 +225,7 @@ class Advice:
 
     def __init__(self, subject: Subject, machine: Machine, gpus: int, batch: int):
         self.subject, self.machine, self.gpus, self.batch = subject, machine, gpus, batch
-        self.is_batch_chosen = False  # because USUAL_BATCH does not fit
+        self.is_batch_chosen = False  # smaller than the usual one, which does not fit
         self.rows: list[RecipeRow] = []
         self.no_activations = subject.no_loss  # why they are left out; "" where they are not
         self.refused: list[str] = []  # why this net can't be trained in a recipe, a line each
@@ -282,7 +282,7 @@ def advise(
     average: bool | None = None,
     time: bool = False,
     trial: str | None = None,
-    patience: float = 20.0,
+    patience: float = 30.0,
 ) -> Advice:
     """What training `model` takes and costs in each recipe, on a machine: this one, or `gpu` by its name, or
     one with so much `memory` ("24GiB"); on `gpus` of them its rows are spread as by --fsdp.
@@ -292,8 +292,8 @@ def advise(
     the net is called with. batch: examples a step on each GPU; None: 8, or as many as fit. regime: "from
     scratch" or "finetune". kind: of net, as evidence.KIND_OF_MODEL has it. average: whether a moving average
     is kept. time: measure the speed here, by real steps. trial: a file of lowprec.trial, whose costs take the
-    place of the nearest measured ones. patience: seconds for a forward and backward pass over shapes, behind
-    which activations are left out. Raises Refused.
+    place of the nearest measured ones. patience: seconds of this thread for a forward and
+    backward pass over shapes, behind which activations are left out. Raises Refused.
 
     Where no training of all weights fits there are rows that compute activations again, and of a finetuning
     rows of adapters beside a frozen base in bf16 or in 4 bits.
@@ -362,7 +362,6 @@ class _Sizes:
             return
         self.add(RECOMPUTED)
         is_found = any(map(self._fits, batches))
-        advice.is_batch_chosen = len(batches) > 1
         if self.regime == "finetune":
             self.add(ADAPTERS)
             any(map(self._fits, [advice.batch] if is_found else batches))
@@ -389,7 +388,7 @@ class _Sizes:
             how["in_fp32"] = machine.is_cpu and machine.support["bf16"][0] == "emulated"
             how["on_gpu"] = not machine.is_cpu
             if not self.demands:  # backward takes twice as long, and each later pass as long as the first
-                how["until"] = monotonic() + self.patience / 3
+                how["until"] = thread_time() + self.patience / 3
             net, loss = advice.subject.net, advice.subject.loss
             try:
                 self.demands[key] = demand(net, loss, key[0], advice.batch, **how)
@@ -401,7 +400,9 @@ class _Sizes:
         """Write the rows, of this batch. Whether one of them is one to take."""
         self.advice.batch = batch
         self.advice.rows = [self._row(*size) for size in self.found]
-        return any(map(_is_good, self.advice.rows))
+        is_good = any(map(_is_good, self.advice.rows))
+        self.advice.is_batch_chosen = is_good and batch < USUAL_BATCH
+        return is_good
 
     def _row(self, candidate, size, need):
         advice = self.advice

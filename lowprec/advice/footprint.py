@@ -10,6 +10,7 @@ which have shapes, dtypes and a device, and no memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -108,9 +109,9 @@ class StepMeter(TorchDispatchMode):
     and `casts` are those of Demand; `gradient` is to be called for each weight that has got its gradient.
     """
 
-    def __init__(self, weights, in_fp32=False, until=math.inf):
+    def __init__(self, weights, in_fp32=False):
         super().__init__()
-        self._in_fp32, self._until = in_fp32, until
+        self._in_fp32 = in_fp32
         self.most = self.activations = self.casts = 0
         self._now = self._gradients = self._casts_now = 0
         self._weights = list(weights)  # else one's memory could be freed, and its place be another's
@@ -118,9 +119,6 @@ class StepMeter(TorchDispatchMode):
         self._seen = weakref.WeakSet(self._of_weights)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        # within backward an error would end the process
-        if time.monotonic() > self._until and torch._C._current_graph_task_id() == -1:
-            raise Refused("a pass over shapes takes too long here; fewer tokens (--seq) make it shorter")
         out = function(*args, **(kwargs or {}))
         is_copy = function is torch.ops.aten._to_copy.default
         is_cast = is_copy and args[0].untyped_storage() in self._of_weights
@@ -200,6 +198,11 @@ def _without_tracebacks():
         log.disabled = False
 
 
+def _check_time(until, module, args):
+    if time.thread_time() > until and torch._C._current_graph_task_id() == -1:
+        raise Refused("a pass over shapes takes too long here; fewer tokens (--seq) make it shorter")
+
+
 def demand(
     net: nn.Module,
     loss: Callable,
@@ -213,7 +216,7 @@ def demand(
 ) -> Demand:
     """The Demand of a step of a net in a recipe. in_fp32: as of StepMeter. on_gpu: autocast as on a GPU.
     lora: rank of adapters, 0 for none. recomputes: whether each block keeps its inputs alone. until: the
-    time, as time.monotonic tells it, at which to give up the forward pass.
+    time, as time.thread_time tells it, at which to give up the forward pass.
 
     loss(model, n): the loss, a scalar, of a callable model on n examples that it makes itself. Products are
     those that torch takes on a CPU; FP8 counts as bf16. Raises Refused where the net can't be called without
@@ -231,7 +234,9 @@ def demand(
             fake = without_values(shapes, "cpu")
             if recomputes:
                 recompute(fake)
-            with StepMeter([*fake.parameters(), *fake.buffers()], in_fp32, until) as meter:
+            for module in fake.modules():  # not in an operation: an error there can end the process
+                module.register_forward_pre_hook(functools.partial(_check_time, until))
+            with StepMeter([*fake.parameters(), *fake.buffers()], in_fp32) as meter:
                 for p in fake.parameters():
                     if p.requires_grad:
                         p.register_post_accumulate_grad_hook(meter.gradient)

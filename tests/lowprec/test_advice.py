@@ -588,6 +588,8 @@ def test_a_smaller_batch_is_chosen_where_the_usual_one_does_not_fit(monkeypatch)
     found = advise(Net(), loss)
     assert found.batch == 7 and found.best.fits and "as many as fit" in str(found)
     assert advise(Net(), loss, batch=8).best is None
+    large = advise(subjects.of_count(7e9), memory="24GiB", regime="finetune")  # adapters fit with 8
+    assert large.best.candidate.options == {"lora": 8} and "as many as fit" not in str(large)
 
 
 def test_a_finetuning_that_does_not_fit_is_told_what_adapters_take(monkeypatch):
