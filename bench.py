@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from benchmarks import gpu
-from benchmarks.common import DeviceClock, record, without_folder
+from benchmarks.common import DeviceClock, Flag, record, without_folder
 from experiments.bench import files
 from harness.ending import ends_once
 from harness.files import write_json
-from harness.flags import OneLineParser, natural
+from harness.flags import OneLineParser
 from harness.run_folder import environment
 from lowprec.errors import Refused
 from lowprec.machine import quiet_libraries
@@ -37,16 +37,22 @@ def build_parser():
     commands = parser.add_subparsers(dest="bench", required=True, metavar=names)
     for command in COMMANDS.values():
         sub = commands.add_parser(command.name, help=command.help)
-        if command.repeats:
-            help = f"rounds (default: {command.repeats})"
-            sub.add_argument("--repeats", type=natural, default=command.repeats, help=help)
-        sub.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(default: auto)")
-        sub.add_argument("--threads", type=natural, help="CPU threads (default: as torch chooses)")
-        help = "write machine, versions and every single time as JSON"
-        sub.add_argument("--out", metavar="FILE", help=help)
-        command.add_arguments(sub)
+        for flag in (*flags_of_all(command), *command.flags):
+            flag.add_to(sub)
     gpu.add_command(commands)
     return parser
+
+
+def flags_of_all(command):
+    """What every command takes."""
+    found = [
+        Flag("--device", "auto", "where it is measured", choices=["auto", "cpu", "cuda"]),
+        Flag("--threads", None, "CPU threads, in place of what torch chooses"),
+        Flag("--out", None, "write machine, versions and every time as JSON", type=str, metavar="FILE"),
+    ]
+    if command.repeats:
+        found.insert(0, Flag("--repeats", command.repeats, "rounds"))
+    return found
 
 
 def choose_device(command, word):

@@ -12,7 +12,7 @@ import os
 import random
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import models
+from harness.flags import natural
 from lowprec.errors import Refused
 from lowprec.formats import FORMATS
 from lowprec.parts.offload import Offload
@@ -40,34 +41,56 @@ def _success(rows):
 
 
 @dataclass(frozen=True)
+class Flag:
+    """A flag of a command, or a word without dashes. A default that is a list lets it take several."""
+
+    name: str
+    default: object
+    help: str
+    type: Callable = natural
+    choices: Iterable | None = None
+    metavar: str | None = None
+    many: str = ""  # argparse's nargs, where the default does not tell
+
+    def add_to(self, parser):
+        options = {"help": self.help, "default": self.default}
+        several = self.many or isinstance(self.default, list)
+        if several:
+            options["nargs"] = self.many or ("+" if self.name.startswith("-") else "*")
+        if self.choices is not None:
+            options |= {"choices": list(self.choices), "metavar": "NAME"}
+            options["help"] += f"; of: {'; '.join(self.choices)}"
+        else:
+            options |= {"type": self.type, "metavar": self.metavar}
+        if self.default not in (None, []):
+            shown = " ".join(map(str, self.default)) if several else self.default
+            is_all = self.choices is not None and self.default == list(self.choices)
+            options["help"] += f" (default: {'all' if is_all else shown})"
+        parser.add_argument(self.name, **options)
+
+
+def nets_flag(*default):
+    return Flag("--nets", list(default), "what is trained", type=str, metavar="MODEL:SIZE:IMAGE:BATCH")
+
+
+@dataclass(frozen=True)
 class Command:
     """One question, as a command of bench.py.
 
     measure(args, clock): the rows (dicts) that are its record; it prints its tables on the way.
     help: its line in --help. repeats: rounds unless --repeats says otherwise, None where nothing is timed.
-    add_arguments(parser): its own flags. check(args): raises Refused for what can't work, before anything is
-    measured. status(rows): the exit status. cpu_only: whether it leaves a GPU alone.
+    flags: its own. check(args): raises Refused for what can't work, before anything is measured.
+    status(rows): the exit status. cpu_only: whether it leaves a GPU alone.
     """
 
     name: str
     help: str
     measure: Callable
     repeats: int | None = None
-    add_arguments: Callable = _nothing
+    flags: tuple = ()
     check: Callable = _nothing
     status: Callable = _success
     cpu_only: bool = False
-
-
-def add_names(parser, flag, choices, default, help):
-    """A flag that takes several names out of `choices`."""
-    options = dict(nargs="+", choices=list(choices), metavar="NAME")
-    parser.add_argument(flag, default=default, help=help, **options)
-
-
-def add_nets(parser, default):
-    shown = f"default: {' '.join(default)}"
-    parser.add_argument("--nets", nargs="+", default=default, metavar="MODEL:SIZE:IMAGE:BATCH", help=shown)
 
 
 # ---- Recipes -----------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from benchmarks import (
 )
 from benchmarks.allocated import tensors_in
 from benchmarks.averages import progress, weight_path
-from benchmarks.common import Command, markdown, progress_bar, rows_by
+from benchmarks.common import Command, Flag, markdown, progress_bar, rows_by
 from benchmarks.conformance import Result, differing, judged, nothing, unequal
 from benchmarks.records import of_record
 from benchmarks.subjects import (
@@ -140,12 +140,6 @@ CHECKS_OF_KIND = {"optimizer": CHECKS, "average": AVERAGE_CHECKS}
 
 
 # ---- The command -------------------------------------------------------------------------------------------
-
-
-def add_arguments(parser):
-    help = f"{', '.join(SUBJECT_NAMES)}; all (default): all of these that are installed; or a class as "
-    help += "module:Class, file.py:Class, 'module:Class(option=value)'"
-    parser.add_argument("names", nargs="*", default=[], metavar="module:Class", help=help)
 
 
 def check(args):
@@ -286,11 +280,15 @@ TABLES = {"docs/evidence.md": {}}
 for name, columns in SUBJECTS_OF_TABLES.items():
     TABLES["docs/evidence.md"][name] = of_record(partial(table, names=columns), "cpu-conformance")
 
+NAMES_HELP = (
+    f"{', '.join(SUBJECT_NAMES)}; all (default): all of these that are installed; or a class as "
+    "module:Class, file.py:Class, 'module:Class(option=value)'"
+)
 COMMAND = Command(
     "conformance",
     "what optimisers and averages of low precision keep to",
     conforming,
-    add_arguments=add_arguments,
+    flags=(Flag("names", [], NAMES_HELP, type=str, metavar="module:Class"),),
     check=check,
     status=exit_status,
 )

@@ -14,9 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import Command, add_names, markdown, progress_bar
+from benchmarks.common import Command, Flag, markdown, progress_bar
 from benchmarks.records import of_record
-from harness.flags import natural
 from lowprec.errors import Refused
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,13 +59,6 @@ FIRST_COMMANDS = {
     "distill": FirstCommand(DISTILL, "frechet", "Fréchet distance {}", ("teacher",)),
     "perceptual": FirstCommand("--perceptual 0.1", "frechet", "Fréchet distance {}"),
 }
-
-
-def add_arguments(parser):
-    names = list(FIRST_COMMANDS)
-    add_names(parser, "--only", names, names, "commands to run (default: all): " + ", ".join(names))
-    parser.add_argument("--steps", type=natural, help="other than each task's own number, to try it")
-    parser.add_argument("--runs", metavar="DIR", help="keep the runs here (default: they are deleted)")
 
 
 def with_needs(names):
@@ -200,5 +192,9 @@ COMMAND = Command(
     "first",
     "how long each task's first command takes, and what comes out",
     first,
-    add_arguments=add_arguments,
+    flags=(
+        Flag("--only", list(FIRST_COMMANDS), "commands to run", choices=FIRST_COMMANDS),
+        Flag("--steps", None, "other than each task's own number, to try it"),
+        Flag("--runs", None, "keep the runs here, which are deleted otherwise", type=str, metavar="DIR"),
+    ),
 )

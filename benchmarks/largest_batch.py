@@ -16,13 +16,13 @@ import torch
 from benchmarks.common import (
     RECIPES,
     Command,
-    add_names,
-    add_nets,
+    Flag,
     batch_of,
     built_net,
     check_nets,
     loss_of_images,
     markdown,
+    nets_flag,
     or_dash,
     parse_net,
     prepared,
@@ -33,7 +33,6 @@ from benchmarks.common import (
 )
 from benchmarks.records import H100, of_record
 from harness.batch_size import TrialMemory, largest_power_of_two, survives
-from harness.flags import natural
 from lowprec.advice.answer import advise
 from lowprec.errors import Refused
 from lowprec.precision import recipe
@@ -49,12 +48,6 @@ BATCH_RECIPES = (
     "pure_bf16-stochastic",
     "pure_bf16-stochastic-opt8bit",
 )
-
-
-def add_arguments(parser):
-    add_nets(parser, BATCH_NETS)
-    add_names(parser, "--recipes", RECIPES, list(BATCH_RECIPES), f"default: {', '.join(BATCH_RECIPES)}")
-    parser.add_argument("--most", type=natural, help=f"largest size that is tried (default: {LARGEST_TRIED})")
 
 
 def check(args):
@@ -160,6 +153,10 @@ COMMAND = Command(
     "batch",
     "the largest batch that fits under each recipe on this GPU",
     batch,
-    add_arguments=add_arguments,
+    flags=(
+        nets_flag(*BATCH_NETS),
+        Flag("--recipes", list(BATCH_RECIPES), "what is tried", choices=RECIPES),
+        Flag("--most", None, f"largest size that is tried, in place of {LARGEST_TRIED}"),
+    ),
     check=check,
 )

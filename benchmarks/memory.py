@@ -18,11 +18,12 @@ from benchmarks.common import (
     PURE_BF16_STOCHASTIC,
     RECIPES,
     Command,
-    add_nets,
+    Flag,
     check_nets,
     markdown,
     moment_formats,
     moments_in,
+    nets_flag,
     parse_net,
     prepared,
     progress_bar,
@@ -31,7 +32,6 @@ from benchmarks.common import (
     typed,
 )
 from benchmarks.records import of_record
-from harness.flags import natural
 from lowprec.formats import FORMATS
 from lowprec.parts import offload
 from lowprec.parts.activations import Meter, recompute
@@ -75,11 +75,6 @@ WAYS_TO_WRITE = (
 )
 WRITES = {typed(flags): flags for flags in WAYS_TO_WRITE}
 MOMENT_FLAGS = ways_to_hold()
-
-
-def add_arguments(parser):
-    add_nets(parser, ["dit:S/8:64:1", "unet:small:64:1"])
-    parser.add_argument("--batches", nargs="+", type=natural, default=[2, 8, 32], help="default: 2 8 32")
 
 
 def check(args):
@@ -269,6 +264,9 @@ COMMAND = Command(
     "memory",
     "bytes a parameter of every combination, as allocated",
     memory,
-    add_arguments=add_arguments,
+    flags=(
+        nets_flag("dit:S/8:64:1", "unet:small:64:1"),
+        Flag("--batches", [2, 8, 32], "examples of a forward pass"),
+    ),
     check=check,
 )

@@ -19,7 +19,7 @@ from benchmarks.common import (
     PURE_BF16_STOCHASTIC,
     Cell,
     Command,
-    add_names,
+    Flag,
     in_turn,
     markdown,
     moment_formats,
@@ -32,7 +32,6 @@ from benchmarks.common import (
     timed,
 )
 from benchmarks.records import median_ms, of_record
-from harness.flags import natural
 from lowprec.errors import Refused
 from lowprec.optimizers import build, peers
 from lowprec.optimizers.build import OPTIMIZERS
@@ -116,13 +115,6 @@ def listed_peers():
 CONTENDERS = contenders()
 LAYOUTS = ["mixed", "large"]
 COPIED_BYTES = 14  # a parameter: a step on bf16 reads w, g, m, v and writes w, m, v, as does copying 7 bytes
-
-
-def add_arguments(parser):
-    parser.add_argument("--parameters", type=natural, default=10_000_000, help="default: 10_000_000")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="default: both")
-    names = list(CONTENDERS)
-    add_names(parser, "--only", names, names, "optimisers to run (default: all): " + ", ".join(names))
 
 
 # ---- Steps -------------------------------------------------------------------------------------------------
@@ -346,5 +338,9 @@ COMMAND = Command(
     "one optimiser step, ours and peers",
     optimizers,
     repeats=15,
-    add_arguments=add_arguments,
+    flags=(
+        Flag("--parameters", 10_000_000, "how many are stepped"),
+        Flag("--layouts", LAYOUTS, "of what sizes their tensors are", choices=LAYOUTS),
+        Flag("--only", list(CONTENDERS), "optimisers to run", choices=CONTENDERS),
+    ),
 )

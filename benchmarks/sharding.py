@@ -21,14 +21,14 @@ from tqdm import tqdm
 from benchmarks.common import (
     BYTES_A_GIB,
     Command,
-    add_nets,
+    Flag,
     built_net,
     check_nets,
     markdown,
+    nets_flag,
     parse_net,
 )
 from benchmarks.records import of_record
-from harness.flags import natural
 from lowprec.advice import footprint
 from lowprec.ledger import WORLDS_SHOWN, gathered_at_once, held_by_rank
 from lowprec.optimizers import buckets
@@ -75,12 +75,6 @@ def table():
 
 
 # ---- Measured ----------------------------------------------------------------------------------------------
-
-
-def add_arguments(parser):
-    add_nets(parser, ["dit:S/8:64:2"])
-    help = "processes, on the CPU (default: 2)"
-    parser.add_argument("--ranks", type=natural, default=2, help=help)
 
 
 def check(args):
@@ -172,7 +166,7 @@ COMMAND = Command(
     "sharding",
     "bytes of each process under --fsdp, as allocated and by arithmetic",
     measured,
-    add_arguments=add_arguments,
+    flags=(nets_flag("dit:S/8:64:2"), Flag("--ranks", 2, "processes, on the CPU")),
     check=check,
     cpu_only=True,
 )

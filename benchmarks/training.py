@@ -18,10 +18,10 @@ from benchmarks.common import (
     Cell,
     Command,
     DeviceClock,
-    add_names,
-    add_nets,
+    Flag,
     check_nets,
     markdown,
+    nets_flag,
     or_dash,
     parse_net,
     prepared,
@@ -32,7 +32,6 @@ from benchmarks.common import (
     timed,
 )
 from benchmarks.records import H100_COMPILED, median_ms, milliseconds, rows_of_record
-from harness.flags import natural
 from lowprec.kernels import cpu_products
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
@@ -49,16 +48,6 @@ USUAL_RECIPES = (
 )
 TRAINING_RECIPES = (*USUAL_RECIPES, *ON_REQUEST)
 TRAINING_NETS = ["unet:small:64:8", "unet:tiny:8:64", "dit:tiny:8:64", "dit:S/8:64:8"]
-
-
-def add_arguments(parser):
-    add_nets(parser, TRAINING_NETS)
-    help = f"default: all but the last two of {', '.join(TRAINING_RECIPES)}"
-    add_names(parser, "--recipes", TRAINING_RECIPES, list(USUAL_RECIPES), help)
-    help = "steps between two measurements of telemetry (default: 50)"
-    parser.add_argument("--measure_every", type=natural, default=50, help=help)
-    help = "whose products in bf16 a CPU without instructions for them takes (default: ours)"
-    parser.add_argument("--products", choices=["ours", "torch"], default="ours", help=help)
 
 
 def check(args):
@@ -265,6 +254,11 @@ COMMAND = Command(
     "one training step under each recipe",
     training,
     repeats=7,
-    add_arguments=add_arguments,
+    flags=(
+        nets_flag(*TRAINING_NETS),
+        Flag("--recipes", list(USUAL_RECIPES), "what is trained", choices=TRAINING_RECIPES),
+        Flag("--measure_every", 50, "steps between two measurements of telemetry"),
+        Flag("--products", "ours", "those of a CPU without bf16", choices=["ours", "torch"]),
+    ),
     check=check,
 )

@@ -15,10 +15,11 @@ from benchmarks.common import (
     Cell,
     Command,
     DeviceClock,
-    add_nets,
+    Flag,
     check_nets,
     in_turn,
     markdown,
+    nets_flag,
     parse_net,
     prepared,
     progress_bar,
@@ -27,7 +28,6 @@ from benchmarks.common import (
     training_step,
 )
 from benchmarks.records import of_record
-from harness.flags import natural
 from lowprec.watch.watch import Watch
 
 RECIPES_WATCHED = ["fp32", "bf16", "pure_bf16-stochastic"]
@@ -41,12 +41,6 @@ class OwnTime(DeviceClock):
 
     def mark(self):
         return time.process_time()
-
-
-def add_arguments(parser):
-    add_nets(parser, WATCHED_NETS)
-    help = "steps between two looks (default: 50)"
-    parser.add_argument("--every", type=natural, default=50, help=help)
 
 
 def check(args):
@@ -142,6 +136,6 @@ COMMAND = Command(
     "a step with and without watch.Watch",
     watching,
     repeats=9,
-    add_arguments=add_arguments,
+    flags=(nets_flag(*WATCHED_NETS), Flag("--every", 50, "steps between two looks")),
     check=check,
 )

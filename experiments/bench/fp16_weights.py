@@ -25,16 +25,16 @@ from typing import NamedTuple
 import torch
 
 import strategies
-from benchmarks.common import Command, markdown, progress_bar
+from benchmarks.common import Command, Flag, markdown, progress_bar
 from benchmarks.records import of_record
 from harness.batches import read_batches
-from harness.flags import natural
 from lowprec.kernels import cpu_products
 from lowprec.rounding import Stream, stream
 from tasks.task import Rng, to_device
 from trainer import Trainer
 
 ADAMW_BETAS, CLIP_NORM = (0.9, 0.999), 1.0
+RATE = 3e-4
 FIRST_SCALE, GROWS_AFTER = 2.0**16, 2000
 
 
@@ -180,7 +180,7 @@ class Training:
 
 def trained_row(name, seed, args, bar):
     """The row of one training."""
-    training = Training(WAYS_TO_HOLD_WEIGHTS[name], seed, args.steps, args.lr)
+    training = Training(WAYS_TO_HOLD_WEIGHTS[name], seed, args.steps, RATE)
     ended = args.steps
     for number in range(args.steps):
         bar.update()
@@ -199,12 +199,6 @@ def trained_row(name, seed, args, bar):
 
 
 # ---- The command -------------------------------------------------------------------------------------------
-
-
-def add_arguments(parser):
-    parser.add_argument("--steps", type=natural, default=400, help="(default: 400)")
-    parser.add_argument("--seeds", type=natural, default=3, help="how many (default: 3)")
-    parser.set_defaults(lr=3e-4)
 
 
 def fp16(args, clock):
@@ -243,6 +237,6 @@ COMMAND = Command(
     "fp16",
     "weights and moments in fp16, by how they are written",
     fp16,
-    add_arguments=add_arguments,
+    flags=(Flag("--steps", 400, "of each training"), Flag("--seeds", 3, "of each training")),
     cpu_only=True,
 )

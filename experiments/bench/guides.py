@@ -39,11 +39,10 @@ import torch
 import torch.nn.functional as F
 
 import strategies
-from benchmarks.common import Command, DeviceClock, markdown, parse_net, prepared, timed, training_step
+from benchmarks.common import Command, DeviceClock, Flag, markdown, parse_net, prepared, timed, training_step
 from benchmarks.records import of_record
 from experiments.bench.fp16_weights import Training, Way
 from harness.batches import end_workers
-from harness.flags import natural
 from lowprec.kernels import cpu_products
 from lowprec.layers.flops import module_flops
 from lowprec.rounding import Stream, stream
@@ -340,11 +339,6 @@ def drawn_in(args, seed, low):
 QUESTIONS = (loading, casting, bare, attention, drawing, divergence, conditions, ranges)
 
 
-def add_arguments(parser):
-    parser.add_argument("--steps", type=natural, default=40, help="of each timing and training (default: 40)")
-    parser.add_argument("--seeds", type=natural, default=3, help="of each training (default: 3)")
-
-
 def guides(args, clock):
     """Rows (dicts): question, what, value, unit, values by seed."""
     cpu_products.settle_products(args.device)
@@ -421,6 +415,6 @@ COMMAND = Command(
     "guides",
     "statements of guides that a CPU can test in minutes",
     guides,
-    add_arguments=add_arguments,
+    flags=(Flag("--steps", 40, "of each timing and training"), Flag("--seeds", 3, "of each training")),
     cpu_only=True,
 )

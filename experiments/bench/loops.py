@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from benchmarks.common import (
     Cell,
     Command,
-    add_names,
+    Flag,
     in_turn,
     markdown,
     progress_bar,
@@ -46,14 +46,6 @@ LOOPS_AND_KINDS = [
 ]
 REFERENCE_LOOP = "bare loop, fp32"
 LOOP_WARM_UP_STEPS = 4  # steps: compiling, states, and the batch that Lightning fetches ahead
-
-
-def add_arguments(parser):
-    names = list(LOOP_NETS)
-    add_names(parser, "--only", names, names, "nets (default: all): " + ", ".join(names))
-    tasks = list(TIMED_TASKS)
-    help = "these tasks (all: no name) beside a bare loop, in fp32: " + "; ".join(tasks)
-    parser.add_argument("--tasks", nargs="*", choices=tasks, metavar="NAME", help=help)
 
 
 def peers(args, clock):
@@ -321,5 +313,8 @@ COMMAND = Command(
     "a step of the same net in other people's loops",
     peers,
     repeats=9,
-    add_arguments=add_arguments,
+    flags=(
+        Flag("--only", list(LOOP_NETS), "nets", choices=LOOP_NETS),
+        Flag("--tasks", None, "these (all: no name) beside a bare loop", choices=TIMED_TASKS, many="*"),
+    ),
 )

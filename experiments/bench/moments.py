@@ -6,10 +6,9 @@ rounding, and in bitsandbytes' own AdamW8bit.
 
 import torch
 
-from benchmarks.common import ADAMW_OPTIONS, Command, markdown, moment_formats, moments_in, progress_bar
+from benchmarks.common import ADAMW_OPTIONS, Command, Flag, markdown, moment_formats, moments_in, progress_bar
 from benchmarks.conformance_writes import after_a_drop
 from benchmarks.records import of_record
-from harness.flags import natural
 from lowprec.optimizers import build, rounded
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
@@ -17,11 +16,6 @@ from lowprec.rules import check_machine
 MOMENT_HOLDERS = ["fp32 nearest", "bitsandbytes"]
 for kind in ("bf16", *moment_formats()):
     MOMENT_HOLDERS += [f"{kind} nearest", f"{kind} stochastic"]
-
-
-def add_arguments(parser):
-    parser.add_argument("--before", type=natural, default=1000, help="steps before the drop (default: 1000)")
-    parser.add_argument("--after", type=natural, default=3000, help="steps after it (default: 3000)")
 
 
 def check(args):
@@ -78,6 +72,6 @@ COMMAND = Command(
     "moments",
     "exp_avg_sq after a drop of gradients, by how it is held",
     moments,
-    add_arguments=add_arguments,
+    flags=(Flag("--before", 1000, "steps before the drop"), Flag("--after", 3000, "steps after it")),
     check=check,
 )

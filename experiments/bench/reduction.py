@@ -10,16 +10,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import Command, check_nets, markdown, parse_net, prepared, progress_bar
+from benchmarks.common import Command, check_nets, markdown, nets_flag, parse_net, prepared, progress_bar
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
 REDUCTION_NETS = ["dit:S/4:32:16", "unet:small:32:16"]
-
-
-def add_arguments(parser):
-    options = {"nargs": "+", "default": REDUCTION_NETS, "metavar": "MODEL:SIZE:IMAGE:BATCH"}
-    parser.add_argument("--nets", **options, help=f"default: {' '.join(REDUCTION_NETS)}")
 
 
 def check(args):
@@ -97,6 +92,6 @@ COMMAND = Command(
     "reduction",
     "gradients where products may add up in bf16",
     reduction,
-    add_arguments=add_arguments,
+    flags=(nets_flag(*REDUCTION_NETS),),
     check=check,
 )

@@ -24,7 +24,7 @@ from benchmarks.common import (
     ADAMW_OPTIONS,
     Cell,
     Command,
-    add_names,
+    Flag,
     markdown,
     or_dash,
     progress_bar,
@@ -83,14 +83,6 @@ TABLES_APART = {}
 for size in (512, 4096):
     dvae = f"--task steve --vocab_size {size} --batch_size 2"
     TABLES_APART[f"dvae-{size}"] = {name: f"{dvae} {flags}".strip() for name, flags in DVAE_RECIPES.items()}
-
-
-def add_arguments(parser):
-    names = list(SYSTEM_TABLES)
-    help = f"tables (default: all of these): {', '.join(names)}; or {' '.join(TABLES_APART)}"
-    add_names(parser, "--only", [*names, *TABLES_APART], names, help)
-    help = "steps that each is trained to before it is scored, 0 for no scores (default: 300)"
-    parser.add_argument("--train", type=count, default=300, help=help)
 
 
 def check(args):
@@ -286,6 +278,9 @@ COMMAND = Command(
     "a step of other systems than diffusion, as documents compare them",
     systems,
     repeats=9,
-    add_arguments=add_arguments,
+    flags=(
+        Flag("--only", list(SYSTEM_TABLES), "tables", choices=[*SYSTEM_TABLES, *TABLES_APART]),
+        Flag("--train", 300, "steps that each is trained to and then scored, 0 for no scores", type=count),
+    ),
     check=check,
 )
