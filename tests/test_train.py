@@ -294,7 +294,7 @@ def test_a_signal_ends_a_real_process_with_a_checkpoint():
 
 
 def test_ctrl_c_outside_of_the_loop_is_one_line(monkeypatch, capsys):
-    def interrupted(*args):
+    def interrupted(*args, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(task.datasets, "load", interrupted)

@@ -269,7 +269,8 @@ def test_peak_memory_is_that_of_training(monkeypatch):
     original = trainer.Trainer.score
     monkeypatch.setattr(trainer.Trainer, "score", lambda self: order.append("score") or original(self))
     assert quick() == 0
-    assert order == ["start", "read", "score"] and summary()["peak_memory"] == 5 << 20
+    assert order[0] == "start" and set(order[1:-1]) == {"read"} and order[-1] == "score"
+    assert summary()["peak_memory"] == 5 << 20
     monkeypatch.setattr(trainer, "peak_memory", lambda device: 7 << 20)
     assert quick("--samples", 30) == 0  # scored again, nothing trained
     assert summary()["peak_memory"] == 5 << 20

@@ -97,6 +97,6 @@ def test_the_doctor_finds_a_bf16_average(capsys):
 
 
 def test_loading_is_refused_in_words():
-    with pytest.raises(Refused, match="is a folder"):
+    with pytest.raises(Refused, match="it is no file"):
         Text(".", 16)
     assert same(Text(TEXT_FILE, 16).train.text, Text(str(TEXT_FILE), 16).train.text)
