@@ -67,7 +67,9 @@ class StepReport:
         self.named_params = named_params
         self.shadow = shadow
         self.count = functools.partial(_Count, sum_over_ranks)
-        self.before = {}  # parameter -> what `_before` finds
+        # parameter -> (whether an entry has a gradient, the value held, the update that is wanted or None
+        # where nobody can tell, the second moment or None), each [sampled entries]
+        self.before = {}
         self.add(grads, scale)
         self.shadow_before = {name: sample_entries(t).clone() for name, t in shadow.items()}
 
@@ -75,19 +77,15 @@ class StepReport:
     def add(self, grads, scale):
         """Look at parameters that are about to be written."""
         announce(self.optimizer, grads, scale)
-        for p, g in grads.items():
-            self.before[p] = self._before(p, sample_entries(g), scale_of(scale, p))
-
-    def _before(self, p, g, scale):
-        """(whether an entry has a gradient, the value held, the update that is wanted or None where nobody
-        can tell, the second moment or None), each [sampled entries].
-        """
-        # cloned: an answer may be a view of what the step is about to overwrite
-        held = self.optimizer.held(p, sample_entries).clone()
-        moment = self._moment(p)
-        if moment is not None:
-            moment = moment.clone()
-        return g != 0, held, self.optimizer.wanted(p, g.float() * scale, sample_entries), moment
+        for p, whole in grads.items():
+            g = sample_entries(whole)
+            # cloned: an answer may be a view of what the step is about to overwrite
+            held = self.optimizer.held(p, sample_entries).clone()
+            moment = self._moment(p)
+            if moment is not None:
+                moment = moment.clone()
+            wanted = self.optimizer.wanted(p, g.float() * scale_of(scale, p), sample_entries)
+            self.before[p] = g != 0, held, wanted, moment
 
     def _moment(self, p):
         return self.optimizer.moment(p, "exp_avg_sq", sample_entries)
