@@ -69,7 +69,7 @@ class Answer:
         for place, row in enumerate(rows):
             changes = list(self.book.changes(row.recipe).values())
             axes.plot(changes, [place] * len(changes), "|", color="tab:blue", markersize=10)
-            if row.low is not None:
+            if row.change is not None and row.low is not None and row.high is not None:
                 sides = [[row.change - row.low], [row.high - row.change]]
                 axes.errorbar(row.change, place, xerr=sides, fmt="o", color="black", capsize=3)
             elif row.diverged:

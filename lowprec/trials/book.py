@@ -149,7 +149,8 @@ class Book:
     def losses(self) -> tuple[float, float]:
         """The reference's mean held-out loss before its trainings and after."""
         results = self.results(self.reference)
-        return tuple(statistics.fmean(result[name] for result in results) for name in ("before", "loss"))
+        before, after = (statistics.fmean(result[name] for result in results) for name in ("before", "loss"))
+        return before, after
 
     def json(self) -> dict[str, Any]:
         """Plain values: the file's."""
@@ -183,7 +184,7 @@ def evidence_of(file: str | Path) -> dict[str, evidence.NearestRow]:
     plan = found["plan"]
     rows = {}
     for row in map(Row._make, (one.values() for one in found["rows"])):
-        if row.low is None or found["reference"] != REFERENCE:
+        if row.change is None or row.low is None or row.high is None or found["reference"] != REFERENCE:
             continue
         measured = evidence.EvidenceRow(
             kind="net",

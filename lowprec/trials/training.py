@@ -108,7 +108,7 @@ class Training:
         for group, rate in zip(self.run.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         torch.manual_seed(stream(self.seed, Stream.GLOBAL, self.done))
-        total = 0.0
+        total = torch.zeros(())
         for _ in range(self.run.options.accumulate):
             loss = self._loss(self.run, self._next_batch())
             with named_errors("backward"):

@@ -152,7 +152,7 @@ def trial(
     def make(arm, seed):
         return Training(problem, arm.flags, seed, steps)
 
-    asked = dict(
+    asked: dict[str, Any] = dict(
         recipes=recipes, steps=steps, within=within, budget=budget, seed=seed, file=file, quiet=quiet
     )
     return run_trial(make, subject, batch, plan=plan, **asked)
