@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..machine import quiet_import
-
-stats = quiet_import("scipy.stats", "an interval of paired runs")
 
 # pairs after which a trial looks whether it is done, and the two-sided level of each look that makes 5 % of
 # all of them together: twice experiments/log/stats.py's even_level(LOOKS, 0.025)
@@ -35,7 +34,7 @@ def mean_at_level(differences, level: float = 0.05) -> Mean:
     x = torch.as_tensor(differences, dtype=torch.float64)
     n, mean = len(x), x.mean().item()
     error = x.std().item() / math.sqrt(n)
-    half = float(stats.t.isf(level / 2, n - 1)) * error
+    half = float(student().isf(level / 2, n - 1)) * error
     p = 2 * tail_of_t(abs(mean), error, n)
     return Mean(mean, mean - half, mean + half, min(1.0, p * 0.05 / level), n)
 
@@ -43,15 +42,20 @@ def mean_at_level(differences, level: float = 0.05) -> Mean:
 def pairs_needed(mean: Mean, half: float) -> int:
     """After how many pairs, one of LOOKS, an interval is likely to be that narrow to either side."""
     n = mean.pairs
-    spread = mean.half * math.sqrt(n) / float(stats.t.isf(LEVEL_OF_A_LOOK / 2, n - 1))
+    spread = mean.half * math.sqrt(n) / float(student().isf(LEVEL_OF_A_LOOK / 2, n - 1))
     for pairs in LOOKS:
-        if spread * float(stats.t.isf(LEVEL_OF_A_LOOK / 2, pairs - 1)) / math.sqrt(pairs) <= half:
+        if spread * float(student().isf(LEVEL_OF_A_LOOK / 2, pairs - 1)) / math.sqrt(pairs) <= half:
             return pairs
     return LOOKS[-1]
+
+
+def student() -> Any:
+    """scipy's distribution of t. Raises Refused without that package."""
+    return quiet_import("scipy.stats", "an interval of paired trainings").t
 
 
 def tail_of_t(distance, error, n):
     """Probability that a t of n - 1 degrees of freedom lies that many standard errors up."""
     if error == 0:
         return 0.5 if distance == 0 else float(distance < 0)
-    return float(stats.t.sf(distance / error, n - 1))
+    return float(student().sf(distance / error, n - 1))

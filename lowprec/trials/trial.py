@@ -28,6 +28,7 @@ from ..recipes import recipe
 from ..watch.checkpoints import read_checkpoint
 from .answer import Answer
 from .book import AUTOCAST, CHAOS, REFERENCE, Book
+from .intervals import student
 from .rounds import Rounds
 from .training import Problem, Training, seed_everything, usual_schedule
 
@@ -190,6 +191,7 @@ def run_trial(
     if not 0 < within < math.inf:
         raise Refused(f"within={within:g}: write a percentage above 0, as 0.3")
     check_several("recipes", recipes)
+    student()  # without scipy it is refused now
     seconds = seconds_of(budget)
     plan = {"net": subject.name, "parameters": subject.parameters, "steps": steps, "seed": seed, **plan}
     book = Book(file, plan, within)
