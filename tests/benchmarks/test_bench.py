@@ -5,7 +5,6 @@ on it.
 import ast
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -387,14 +386,6 @@ def test_a_first_command_is_run_to_its_end_and_seen(tmp_path):
 
 def test_what_a_command_starts_from_is_run_before_it():
     assert first.with_needs(["distill", "latent"]) == ["vae", "latent", "teacher", "distill"]
-
-
-def test_a_command_that_fails_ends_the_measurement_in_one_line(monkeypatch, capsys):
-    broken = replace(first.FIRST_COMMANDS["classify"], flags="--task classify --data folder:nowhere")
-    monkeypatch.setitem(first.FIRST_COMMANDS, "classify", broken)
-    assert bench.main(["first", "--only", "classify"]) == 2
-    said = capsys.readouterr().err.strip()
-    assert "nowhere" in said and "exit status 2" in said and "\n" not in said
 
 
 @pytest.mark.parametrize("first", first.FIRST_COMMANDS.values(), ids=first.FIRST_COMMANDS)
