@@ -331,7 +331,6 @@ WAYS = {
     "the other sign, with guidance": ["--velocity", "noise-clean", "--guidance", "2"],
     "in one step": ["--sample_steps", "1"],
     "consistency, which noises anew": ["--task", "consistency"],
-    "ddpm in 100 steps": ["--task", "ddpm", "--sample_steps", "100"],
 }
 
 

@@ -154,10 +154,10 @@ def test_records_hold_scores_and_failures(folder, fake, capsys):
     before = path.read_text()
     assert run.main(["001", "--seeds", "0", "1"], folder) == 0  # a failure is a result: not repeated
     assert path.read_text() == before
-    check = ["001", "--check", "--arm", "sampler", "nearest", "--seeds", "1"]
-    assert run.main(check, folder) == 0  # it fails again, as recorded
+    check = ["001", "--check", "--seeds", "1", "--arm"]
+    assert run.main([*check, "nearest"], folder) == 0  # it fails again, as recorded
     path.write_text(before.replace('"frechet": 3.0', '"frechet": 3.0001'))
-    assert run.main(check, folder) == 1 and "sampler, seed 1: FAILED" in capsys.readouterr().out
+    assert run.main([*check, "sampler"], folder) == 1 and "sampler, seed 1: FAILED" in capsys.readouterr().out
     # a training repeated for an arm that samples from it, its folder being gone, is recorded once
     shutil.rmtree(folder.parent / "runs")
     path.write_text("".join(line for line in before.splitlines(keepends=True) if '"of"' not in line))

@@ -110,9 +110,7 @@ print(json.dumps({"options": found, "losses": losses, "ours": ours, "places": pl
 """
 
 RECIPES = [
-    dict(pure_bf16=True, stochastic=True),
     dict(pure_bf16=True, stochastic=True, opt8bit=True),
-    dict(opt4bit=True, stochastic=True),
     dict(fp8=True, fp8_backend="emulate"),
     dict(pure_bf16=True, stochastic=True, sparse24="srste"),
     dict(bf16=True, sites=["generation=int8"]),
