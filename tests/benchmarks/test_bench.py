@@ -257,7 +257,9 @@ def test_peers_take_turns_with_other_peoples_loops(tmp_path, capsys, monkeypatch
     pytest.importorskip("lightning")
     pytest.importorskip("accelerate")
     small = "--task rflow --model dit --size tiny/4 --image_size 8 --batch_size 2 --clip_grad 1"
-    monkeypatch.setattr(loops, "LOOP_NETS", {"small": small})
+    for name in list(loops.LOOP_NETS):
+        monkeypatch.delitem(loops.LOOP_NETS, name)
+    monkeypatch.setitem(loops.LOOP_NETS, "small", small)
     out = tmp_path / "record.json"
     assert bench.main(["peers", "--only", "small", "--repeats", "2", "--out", str(out)]) == 0
     rows = [row for row in json.loads(out.read_text())["results"] if row["net"] == "small"]
