@@ -524,6 +524,7 @@ def found(row, folder):
     found. It is looked for in its function, in a function of that name elsewhere, and anywhere.
     """
     files = [path for room in mutations_by_rule.ROOMS for path in (folder / room).rglob("*.py")]
+    files += folder.glob("*.py")
     own = [path for path in files if path == folder / row.file]
     for paths, function in ((own, row.function), (files, row.function), (files, "")):
         places = [(path, start) for path in paths for start in starts_in(row.old, function, path)]
