@@ -437,6 +437,13 @@ def run_of(name, key, seed=0, **options):
     return Precision(net(seed, width=24), recipe(**RECIPES[key]), **options)
 
 
+def state_of(optimizer, p):
+    """(steps behind p, {moment: fp32 values})."""
+    one = next(one for one in getattr(optimizer, "parts", [optimizer]) if p in one.state)
+    values = {name: one.moment(p, name) for name in one.moments}
+    return one.steps_of(p), {name: t.float().clone() for name, t in values.items() if t is not None}
+
+
 @pytest.mark.parametrize("kind", ["split", "fp32"])
 @pytest.mark.parametrize(
     "name, key", [("adamw", "kahan"), ("muon", "stochastic"), ("adafactor", "pure_bf16")]
@@ -446,8 +453,13 @@ def test_a_finish_changes_no_value_writes_exactly_and_resumes_bit_for_bit(name, 
     schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
     common.train(run, 3)
     before = {k: t.float().clone() for k, t in run.weights("raw").items()}
+    behind = {p: state_of(run.optimizer, p) for p in run.params}
     run.finish(kind)
     assert all(same(t.float(), before[k]) for k, t in run.weights("raw").items())
+    for p, (steps, moments) in behind.items():
+        now, held = state_of(run.optimizer, p)
+        assert now == steps == 3 and moments.keys() == held.keys() != set()
+        assert all(same(held[name], moments[name]) for name in held)
     schedule.step()  # it still reaches the groups: the steps below are smaller
     averages = {name: t.clone() for name, t in run.ema.shadow.items()}
     (report,) = common.train(run, 1, measure=True)
