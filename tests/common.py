@@ -272,6 +272,17 @@ def train(run, count, seed=0, measure=False):
     return reports
 
 
+def waits_for_nothing(run):
+    """Train three steps on a GPU. The last one raises where it waits for the GPU."""
+    for step, (x, y) in enumerate(batches(3, device="cuda")):
+        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+        try:
+            run.backward(F.mse_loss(run(x), y))
+            run.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def steps(run, count=4, first=0, measure=False, gaps=False):
     """Train Net; with gaps every second step leaves its time_embed without a gradient. Returns reports."""
     reports = []

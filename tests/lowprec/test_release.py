@@ -615,21 +615,12 @@ def test_an_average_on_the_cpu_follows_one_on_cuda():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("clip, on", [("grad", False), ("tensor", False), ("tensor", True)])
+@pytest.mark.parametrize("clip, on", [("clip_grad", False), ("clip_tensor", False), ("clip_tensor", True)])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_on_cuda_waits_for_nothing(name, clip, on):
-    flags, options = STEPS[name], {f"clip_{clip}": 1.0, "grad_release": on}
-    model = net(width=32).cuda()  # large enough for codes
-    run = start(flags, model, optimizer=flags.get("optimizer", "adamw"), **options)
-    made = batches(3, device="cuda")
-    for step, (x, y) in enumerate(made):
-        if step == 2:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            run.backward(F.mse_loss(run(x), y))
-            run.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    flags, wide = STEPS[name], net(width=32).cuda()  # wide enough for codes
+    run = start(flags, wide, optimizer=flags.get("optimizer", "adamw"), grad_release=on, **{clip: 1.0})
+    common.waits_for_nothing(run)
 
 
 # ---- The command -------------------------------------------------------------------------------------------

@@ -441,14 +441,7 @@ def test_the_gpu_holds_two_buckets_within_a_step_and_none_after():
 def test_a_step_on_cuda_waits_for_nothing():
     run = start("stochastic opt8bit", net(width=16).cuda(), states_on="cpu")
     assert isinstance(run.away.traffic, Traffic)
-    for step, (x, y) in enumerate(batches(3, device="cuda")):
-        if step == 2:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            run.backward(F.mse_loss(run(x), y))
-            run.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    common.waits_for_nothing(run)
 
 
 @pytest.mark.gpu
