@@ -1,7 +1,4 @@
-"""Classification: scores against scikit-learn, BatchNorm in bf16, every recipe through the command.
-
-    python -m pytest tests/tasks/test_classify.py
-"""
+"""Classification: scores against scikit-learn, nets against torchvision's, BatchNorm in bf16."""
 
 import gzip
 import json
@@ -16,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cli import assert_same, checkpoint, command, content, metrics, one_line, picture, summary
+from cli import checkpoint, command, content, metrics, one_line, picture, summary
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, recall_score
 from torch import nn
@@ -126,7 +123,7 @@ def test_of_many_classes_those_with_most_errors_are_drawn(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cnn", "resnet18", "vit"])
-@pytest.mark.parametrize("channels, size", [(1, 8), (3, 32), (1, 28), (3, 64)])
+@pytest.mark.parametrize("channels, size", [(1, 8), (3, 64)])
 def test_nets_take_any_channels_and_sizes(name, channels, size):
     build = task().nets()[name]
     net = build(channels, 7, size, None)
@@ -168,16 +165,6 @@ def test_resnet18_is_torchvisions_but_for_the_stem():
     other = [key for key, value in theirs.state_dict().items() if ours[key].shape != value.shape]
     assert other == ["conv1.weight"] and small.conv1.weight.shape == (64, 3, 3, 3)
     assert small.conv1.stride == (1, 1) and isinstance(small.maxpool, nn.Identity)
-
-
-@pytest.mark.parametrize("size, patch", [(8, 2), (16, 2), (28, 4), (32, 4), (64, 8), (9, None), (29, None)])
-def test_the_patch_suits_the_image(size, patch):
-    if patch:
-        assert classify.patch_size(size) == patch
-        return
-    said = common.refused(lambda: classify.patch_size(size), f"image size {size}", "for vit")
-    other = int(said.rpartition(" ")[2])
-    assert classify.patch_size(other) and abs(other - size) == 1
 
 
 def test_the_vit_is_torchvisions():
@@ -263,63 +250,6 @@ def test_it_learns_digits(capsys):
     assert Path("runs/run/samples/final.png").stat().st_size > 1000
 
 
-RECIPES = {
-    "fp16": "--fp16",
-    "8 bits": "--pure_bf16 --stochastic --opt8bit",
-    "sites": "--pure_bf16 --set ema=bf16 --set islands=norm+final --set generation=fp32",
-    "buffers": "--pure_bf16 --kahan --set buffers=bf16 --set loss=bf16",
-    "decay": "--weight_decay 0.1 --lr_schedule cosine --accumulate 2",
-}
-LINEAR = {
-    "pure fp8": "--pure_bf16 --stochastic --fp8 --fp8_backend emulate",
-    "sparse": "--sparse24 srste",
-}
-PACKAGES = {"8 bits": "bitsandbytes"}
-
-
-@pytest.mark.parametrize("net", ["cnn", "vit"])
-@pytest.mark.parametrize("name", [*RECIPES, *LINEAR])
-def test_every_recipe_runs_or_is_refused(net, name, small, capsys):
-    if name in PACKAGES:
-        pytest.importorskip(PACKAGES[name])
-    flags = {**RECIPES, **LINEAR}[name].split()
-    status = quick("--model", net, *flags, steps=2)
-    if net == "cnn" and name in LINEAR:  # its only Linear is the last layer
-        said = one_line(capsys)
-        assert status == 2 and not Path("runs").exists()
-        assert "no layer of this net can be multiplied in FP8" in said or "has no Linear layer" in said
-        return
-    assert status == 0
-    found = summary()["scores"]["ema"]
-    assert 0 <= found["accuracy"] <= 1 and math.isfinite(found["loss"])
-
-
-def test_resnet18_trains_in_bf16():
-    run = Precision(classify.resnet18(1, 10, 8), recipe(pure_bf16=True, stochastic=True), lr=1e-3)
-    images, labels = data.load("digits").train[list(range(4))]
-    losses = []
-    for _ in range(4):
-        losses.append(F.cross_entropy(run(images), labels))
-        run.backward(losses[-1])
-        run.step()
-    assert losses[-1] < losses[0] and run.model.bn1.running_var.dtype == torch.float32
-
-
-@pytest.mark.parametrize("flags", ["", "--pure_bf16 --stochastic"])
-def test_a_run_that_goes_on_equals_an_uninterrupted_one(small, flags):
-    for name, steps in (("run", 3), ("run", 6), ("whole", 6)):
-        assert quick(*flags.split(), name=name, steps=steps) == 0
-    assert_same(checkpoint("run")["precision"], checkpoint("whole")["precision"])
-    assert summary("run")["scores"] == summary("whole")["scores"]
-
-
-def test_scored_again_from_the_checkpoint(small, monkeypatch):
-    assert quick(steps=2) == 0
-    again = cli.draw(monkeypatch, "runs/run", "--name", "again")
-    assert again["ema"] == summary()["scores"]["ema"]
-    assert list(Path("runs/run/samples").glob("again*.png"))
-
-
 def folder(*counts):
     for label, count in enumerate(counts):
         for i in range(count):
@@ -340,12 +270,10 @@ def test_bad_input_ends_with_one_line_and_nothing_left(capsys, monkeypatch):
         ("--data medmnist:gap.npz", "class 2 of 4 has no image to train on"),
         ("--data medmnist:unseen.npz", "class 2 of 3 has no image held out"),
         ("--model unet", "no model 'unet' for task 'classify'", "cnn or resnet18 or vit"),
-        ("--size huge", "unknown size 'huge' for cnn"),
         ("--model resnet18 --size tiny", "resnet18 has one size"),
         ("--model vit --image_size 29", "image size 29", "--image_size"),
         ("--model resnet18 --batch_size 1", "--batch_size 2 or more"),
         ("--image_size 4", "image size 4 is too small"),
-        ("--set timesteps=bf16", "unknown site 'timesteps'"),
         ("--pure_bf16 --set islands=norm --set buffers=bf16", "one kernel takes both", "drop one"),
     ]:
         assert quick(*flags.split()) == 2, flags
@@ -426,12 +354,10 @@ NO_CLOTHES = np.zeros((20, 28, 28))
 RAW = gzip.decompress(idx(np.zeros(20)))
 BROKEN = {
     "truncated": ({IMAGES: idx(NO_CLOTHES)[:-20]}, IMAGES, "cannot read"),
-    "no gzip": ({IMAGES: b"PK" * 50}, IMAGES, "cannot read"),
     "empty": ({LABELS: b""}, LABELS, "cannot read"),
     "magic": ({IMAGES: idx(NO_CLOTHES, 0x0D03)}, IMAGES, "does not begin as an idx file of uint8"),
     "swapped": ({LABELS: idx(NO_CLOTHES)}, LABELS, "with 1 dimensions"),
     "extent": ({IMAGES: idx(np.zeros((20, 28, 27)))}, IMAGES, "[20, 28, 27]"),
-    "none": ({IMAGES: idx(np.zeros((0, 28, 28)))}, IMAGES, "[0, 28, 28]"),
     "fewer": ({LABELS: gzip.compress(RAW[:-3])}, LABELS, "fewer than the 20"),
     "trailing": ({LABELS: gzip.compress(RAW + b"\1")}, LABELS, "more than the 20"),
     "label": ({LABELS: idx(np.full(20, 11))}, LABELS, "a label of train is 11"),
@@ -445,21 +371,6 @@ def test_fashion_mnist_that_is_broken(name):
     files, *said = BROKEN[name]
     clothes("own", **files)
     common.refused(lambda: data.load("fashion_mnist:own"), *said)
-
-
-def test_a_checksum_that_does_not_fit():
-    whole = bytearray(idx(np.zeros(20)))
-    whole[-8] ^= 1  # CRC-32 of what was compressed
-    clothes("own", **{LABELS: bytes(whole)})
-    common.refused(lambda: data.load("fashion_mnist:own"), LABELS, "cannot read", "CRC")
-
-
-def test_fashion_mnist_without_the_package(monkeypatch, capsys):
-    monkeypatch.setattr(published_sets, "FASHION_MNIST_FOLDER", Path("nowhere"))
-    assert quick("--data", "fashion_mnist") == 2
-    line = one_line(capsys)
-    assert "apt-get install dataset-fashion-mnist" in line and "fashion_mnist:PATH" in line
-    assert not Path("runs").exists()
 
 
 def test_fashion_mnist_is_trained_on(small, monkeypatch):
@@ -505,16 +416,6 @@ def test_the_best_checkpoints_of_two_runs_are_two(small):
         assert command(*QUICK, "--steps", 1, "--finetune", f"runs/r{seed}/best.pt") == 0
     tuned = [path.name for path in Path("runs").iterdir() if "finetune" in path.name]
     assert len(tuned) == 2 and all("best" in name for name in tuned)
-
-
-def test_epochs_beyond_the_largest_number_of_steps_are_refused(capsys):
-    assert command(*QUICK, "--epochs", 200_000_000) == 2
-    assert "or fewer" in one_line(capsys) and not Path("runs").exists()
-
-
-def test_images_too_small_for_the_cnn_are_refused():
-    common.refused(lambda: classify.cnn(1, 10, 3), "too small for cnn")
-    assert classify.cnn(1, 10, 4)(torch.ones(2, 1, 4, 4)).shape == (2, 10)
 
 
 def test_a_look_sees_all_classes_of_a_sorted_set():

@@ -1,8 +1,7 @@
 """Consistency models: the boundary, the solution as a fixed point, the target average in every dtype,
-sampling in few steps, a teacher's steps, resume, and what is refused.
+sampling in few steps, a teacher's steps.
 """
 
-import signal
 from pathlib import Path
 
 import cli
@@ -11,9 +10,7 @@ import generating
 import pytest
 import torch
 from cli import (
-    after_step,
     assert_same,
-    assert_trained,
     checkpoint,
     command,
     content,
@@ -29,7 +26,7 @@ import strategies
 import train
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import stochastic_round
-from tasks.consistency import HUBER_C, Consistency, fresh_noise, pseudo_huber
+from tasks.consistency import HUBER_C, Consistency, fresh_noise
 from tasks.generation import TIMESTEPS
 from tasks.task import Rng
 from trainer import Trainer
@@ -131,14 +128,6 @@ def test_intervals_are_halved_by_the_step_alone(digits):
     assert make(Consistency, digits, intervals=5000).intervals(10**6) == 5000
 
 
-def test_the_distance_is_between_absolute_and_squared():
-    a = torch.zeros(3, 1, 8, 8)
-    b = torch.tensor([0.0, 1e-5, 1.0])[:, None, None, None] + a
-    nothing, tiny, large = pseudo_huber(a, b).tolist()
-    assert nothing == 0 and tiny == pytest.approx(1e-10 / (2 * HUBER_C), rel=0.05)
-    assert large == pytest.approx(1 - HUBER_C, rel=1e-4)
-
-
 # ---- The target --------------------------------------------------------------------------------------------
 
 
@@ -237,13 +226,6 @@ def test_the_loss_asks_the_target_and_teaches_the_student_alone(digits):
     assert gradient()[0] != loss
 
 
-def test_decay_zero_is_the_weights_themselves(digits):
-    task = make(Consistency, digits, target_decay=0.0)
-    run = running(task)
-    list(steps(task, run, digits, 3))
-    assert_same(dict(run.averages["0:fp32:nearest"].shadow), run.weights("raw"))
-
-
 # ---- Generation --------------------------------------------------------------------------------------------
 
 
@@ -286,48 +268,6 @@ def test_it_learns_to_draw_in_two_steps():
     assert summary()["validation"]["watched"] == "frechet"
 
 
-RECIPES = [
-    "--fp16 --init_loss_scale 16",
-    "--pure_bf16 --kahan --opt8bit --set target=bf16",
-    "--model dit --size tiny/4 --fp8 --fp8_backend emulate",
-    "--pure_bf16 --optimizer torchastic --set ema=bf16 --average 0.9:bf16 --accumulate 2",
-    "--bf16 --perceptual 0.1 --set perceptual=bf16 --set timesteps=bf16 --set sampler=bf16",
-]
-
-
-@pytest.mark.parametrize("flags", RECIPES)
-def test_recipes_train(flags, stepped):
-    if "opt8bit" in flags:
-        pytest.importorskip("bitsandbytes")
-    assert learn(*flags.split(), "--set", "generation=autocast", steps=2) == 0
-    assert_trained(stepped, flags, steps=2)
-
-
-LOW = "--pure_bf16 --stochastic --set target=bf16 --set target_update=stochastic"
-
-
-def test_an_interrupted_run_equals_an_uninterrupted_one(monkeypatch):
-    flags = [*LOW.split(), "--double_every", 2]
-    assert learn(*flags, name="whole", steps=6) == 0
-    with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda run: run.stop.ask(signal.SIGTERM))
-        assert learn(*flags, name="stopped", steps=6) == 143
-    assert learn(*flags, name="stopped", steps=6) == 0
-    whole, stopped = checkpoint("whole")["precision"], checkpoint("stopped")["precision"]
-    assert_same(stopped, whole)
-    assert len(whole["averages"]) == 2 and metrics("stopped")[-1] == metrics("whole")[-1]
-
-
-def test_the_doctor_names_a_target_that_stands_still(capsys):
-    assert learn("--set", "target=bf16", "--target_decay", 0.999, "--weights", "all", steps=4) == 0
-    assert set(summary()["scores"]) == {"ema", "0.999:bf16:nearest", "raw"}
-    capsys.readouterr()
-    assert train.main(["--diagnose", "runs/run"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "target severe" in said and "--set target=fp32, or target_update=stochastic" in said
-    assert "most likely to blame for bad samples: target" in said
-
-
 # ---- With a teacher ----------------------------------------------------------------------------------------
 
 
@@ -367,25 +307,3 @@ def test_a_student_is_resumed_by_its_own_teacher_alone(teacher, capsys):
 
 
 # ---- What does not fit -------------------------------------------------------------------------------------
-
-REFUSED = {
-    "--task consistency --set target_update=stochastic": "nothing is rounded",
-    "--task consistency --target_decay 1": "from 0 to below 1",
-    "--task consistency --teacher nowhere": "no checkpoint at nowhere",
-    "--task consistency --teacher runs/ddpm": "was trained with --task ddpm",
-    "--task consistency --teacher runs/ddpm --finetune runs/ddpm": "was trained with --task ddpm",
-    "--target_decay 0.9": "is for --task consistency, and this is --task rflow: add --task consistency",
-    "--task ddpm --intervals 5": "is for --task consistency",
-    "--set target=bf16": "unknown site 'target'",
-    "--teacher runs/ddpm": "is for --task reflow, distill and consistency",
-}
-
-
-def test_what_does_not_fit_is_one_line_and_leaves_nothing(capsys):
-    assert quick("--task", "ddpm", "--sample_steps", 2, "--name", "ddpm", steps=1) == 0
-    before = content(".")
-    for flags, said in REFUSED.items():
-        capsys.readouterr()
-        assert command(*flags.split()) == 2, flags
-        assert said in one_line(capsys), flags
-        assert content(".") == before

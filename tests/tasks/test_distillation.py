@@ -1,10 +1,9 @@
 """Progressive distillation: two of the teacher's steps in float64, times, what is learnt, rounds in a chain,
-resume, and what is refused.
+and another teacher.
 """
 
 import json
 import shutil
-import signal
 from pathlib import Path
 
 import cli
@@ -14,9 +13,7 @@ import pytest
 import torch
 from cli import (
     QUICK,
-    after_step,
     assert_same,
-    assert_trained,
     checkpoint,
     command,
     content,
@@ -56,10 +53,8 @@ def trained(tmp_path_factory):
         patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
         cli.shorten(patch.setattr)
         quickly(60, *"--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.9".split())
-        quickly(1, *"--name ddpm --task ddpm".split())
         quickly(1, *"--name backward --velocity noise-clean --pure_bf16 --guidance 2".split())
         quickly(1, *f"--name half2 --task distill --teacher {folder}/teacher --teacher_steps 4".split())
-        quickly(1, *f"--name half1 --task distill --teacher {folder}/half2".split())
     return folder
 
 
@@ -82,7 +77,7 @@ def taught(digits, steps=8, **flags):
 # ---- What is learnt ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [2, 4, 6, 8, 50])
+@pytest.mark.parametrize("steps", [2, 6])
 @pytest.mark.parametrize("velocity", ["clean-noise", "noise-clean"])
 def test_two_steps_of_the_teacher_written_out(velocity, steps, digits):
     """In float64, step after step, from each of the student's times."""
@@ -149,9 +144,6 @@ def test_the_student_comes_nearer_to_its_teacher(teachers):
 
 
 def test_a_round_starts_from_the_last_one_and_halves_its_steps(teachers):
-    for name, steps in (("half2", 4), ("half1", 2)):
-        flags = json.loads(Path(f"runs/{name}/config.json").read_text())["flags"]
-        assert flags["teacher_steps"] == steps
     assert student(steps=1, name="eight") == 0
     flags = json.loads(Path("runs/eight/config.json").read_text())["flags"]
     assert flags["teacher_steps"] == 8 and flags["sample_steps"] == 2  # QUICK says two
@@ -179,33 +171,7 @@ def test_a_teacher_draws_in_its_own_recipe_with_its_own_guidance(teachers):
     torch.testing.assert_close(run.task.teach(x, labels, t, t - 100), wanted, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--fp16 --init_loss_scale 16",
-        "--pure_bf16 --stochastic --opt8bit",
-        "--bf16 --set timesteps=bf16 --accumulate 2",
-    ],
-)
-def test_recipes_train(flags, teachers, stepped):
-    if "opt8bit" in flags:
-        pytest.importorskip("bitsandbytes")
-    assert student(*flags.split(), steps=2) == 0
-    assert_trained(stepped, flags, steps=2)
-
-
 # ---- Resume ------------------------------------------------------------------------------------------------
-
-
-def test_an_interrupted_student_equals_an_uninterrupted_one(teachers, monkeypatch):
-    flags = ["--pure_bf16", "--stochastic", "--log_every", 3]
-    assert student(*flags, name="whole", steps=6) == 0
-    with monkeypatch.context() as patch:
-        after_step(patch, 4, lambda run: run.stop.ask(signal.SIGTERM))
-        assert student(*flags, name="stopped", steps=6) == 143
-    assert student(*flags, "--teacher", f"{TEACHER}/checkpoint.pt", name="stopped", steps=6) == 0
-    assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])
-    assert metrics("stopped") == metrics("whole")
 
 
 def test_another_teacher_is_refused_and_none_is_needed_to_draw(teachers, monkeypatch, capsys):
@@ -222,36 +188,4 @@ def test_another_teacher_is_refused_and_none_is_needed_to_draw(teachers, monkeyp
     assert train.main(["--diagnose", "runs/run"]) == 2
 
 
-def test_the_doctor_examines_a_student(teachers, capsys):
-    assert student("--set", "ema=bf16", steps=4) == 0
-    capsys.readouterr()
-    assert train.main(["--diagnose", "runs/run"]) == 1
-    assert "ema " in capsys.readouterr().out
-
-
 # ---- What does not fit -------------------------------------------------------------------------------------
-
-REFUSED = {
-    "--task distill": "add --teacher CHECKPOINT",
-    "--task distill --teacher nowhere": "no checkpoint at nowhere",
-    "--task distill --teacher runs/ddpm": "was trained with --task ddpm",
-    "--task distill --teacher runs/teacher --teacher_steps 5": "use 4 or 6",
-    "--task distill --teacher runs/teacher --teacher_steps 1": "use 2",
-    "--task distill --teacher runs/teacher --perceptual 1": "drop --perceptual",
-    "--task distill --teacher runs/half2 --teacher_steps 8": "was distilled to draw in 2",
-    "--task distill --teacher runs/half1": "nothing left to halve",
-    "--task distill --teacher runs/teacher --finetune runs/teacher": "drop --finetune",
-    "--task distill --teacher runs/teacher --model dit": "--model dit differs from the teacher's unet",
-    "--task distill --teacher runs/teacher --pairs 5": "--pairs is for --task reflow",
-    "--task distill --teacher runs/teacher --target_decay 0.9": "is for --task consistency",
-    "--task reflow --teacher runs/half2": "was trained with --task distill",
-    "--teacher runs/teacher": "is for --task reflow, distill and consistency, and this is --task rflow",
-}
-
-
-def test_what_does_not_fit_is_one_line_and_leaves_nothing(teachers, capsys):
-    before = content(".")
-    for flags, said in REFUSED.items():
-        capsys.readouterr()
-        assert command(*flags.split()) == 2, flags
-        assert said in one_line(capsys) and content(".") == before, flags

@@ -46,10 +46,9 @@ def weights(name):
 # ---- Another text ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["gpt", "bdh"])
-def test_a_net_of_bytes_goes_on_with_another_text(model):
-    pretrained("--model", model)
-    assert run(*NEW, "--model", model, "--lr", "1e-2", "--ema_decay", "0.5", name="tuned", steps=20) == 0
+def test_a_net_of_bytes_goes_on_with_another_text():
+    pretrained()
+    assert run(*NEW, "--lr", "1e-2", "--ema_decay", "0.5", name="tuned", steps=20) == 0
     # what the old net makes of the new text
     assert command("--sample", "runs/old", "--data", "text:new.txt", "--name", "before", "--length", 8) == 0
     old = json.loads(Path("runs/old/samples/before.json").read_text())["scores"]["ema"]["nats_a_byte"]
@@ -71,23 +70,6 @@ def test_it_starts_from_the_averaged_weights_and_resumes_bit_for_bit(monkeypatch
         assert run(*flags, name="parts", steps=6) == 130
     assert run(*flags, name="parts", steps=6) == 0
     assert_same(checkpoint("whole")["precision"], checkpoint("parts")["precision"])
-
-
-RECIPES = [
-    "--bf16",
-    "--pure_bf16 --kahan --stochastic --opt4bit",
-    "--fp8 --fp8_backend emulate",
-    "--sparse24 magnitude",
-]
-
-
-def test_every_recipe_goes_on_with_another_text():
-    pretrained(steps=4)
-    for i, recipe in enumerate(RECIPES):
-        if "opt4bit" in recipe:
-            pytest.importorskip("torchao")
-        assert run(*NEW, *recipe.split(), name=f"tuned{i}", steps=2) == 0, recipe
-        assert math.isfinite(summary(f"tuned{i}")["scores"]["ema"]["nats_a_byte"])
 
 
 def test_a_net_of_another_block_is_refused_and_so_are_images_of_other_data(capsys):
@@ -167,11 +149,6 @@ def test_each_weight_moves_to_its_neighbour_and_zeros_stay():
     assert change.detach().abs().min() >= 2**-24.01 and change.detach().abs().max() <= 2**-22.99
 
 
-def test_weights_in_bf16_are_left_alone():
-    before, after = perturbed(1, torch.bfloat16)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 def losses(name):
     return [row["loss"] for row in metrics(name)]
 
@@ -197,13 +174,7 @@ def test_weights_of_a_finetuning_are_changed_after_they_are_read():
     assert all(entries.float().mean() > 0.9 for entries in changed)
 
 
-def test_other_tasks_take_it_and_bad_patterns_end_with_one_line(capsys):
-    for model in ("unet", "dit"):
-        for more in ([], ["--perturb", 1]):
-            assert cli.quick("--model", model, *more, name=f"{model}{len(more)}", steps=8) == 0
-        plain, other = weights(f"{model}0"), weights(f"{model}2")
-        assert any(not torch.equal(plain[name], other[name]) for name in plain)
-    capsys.readouterr()
+def test_bad_patterns_end_with_one_line(capsys):
     for bad in ("-1", "1e-7"):
         assert run("--perturb", bad) == 2
         assert "a whole number from 0 to 1000" in one_line(capsys)

@@ -1,6 +1,4 @@
-"""Language: BDH and GPT against their equations written out, the text and its windows, every
-recipe, resume, and what is refused.
-"""
+"""Language: BDH and GPT against their equations written out, text and windows, FP8 on bare parameters."""
 
 import json
 import math
@@ -11,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cli import after_step, assert_same, checkpoint, command, metrics, one_line, summary
+from cli import checkpoint, command, metrics, one_line, summary
 
 import strategies
-from harness.run_folder import read_checkpoint
 from lowprec.layers.fp8 import Scaling
 from lowprec.precision import Precision, recipe
 from tasks import language
@@ -137,16 +134,6 @@ def test_a_later_byte_changes_nothing_before_it(kind):
     assert not torch.allclose(x[:, 9:], y[:, 9:])
 
 
-def test_bdh_does_not_read_its_own_position_twice():
-    """At the first position there is nothing before: its attention is nought, and only the residual stays."""
-    model = net("bdh").eval()
-    first = model(ids(1, 4))[0, 0]
-    x = layer_norm(model.embed.weight[ids(1, 4)[0, 0]].detach().double().numpy())
-    for _ in model.layers:  # norm(x + norm(0))
-        x = layer_norm(x)
-    assert np.allclose(first.detach().numpy(), x @ model.lm_head.detach().double().numpy(), atol=1e-4)
-
-
 @pytest.mark.parametrize("cast", [torch.float32, torch.bfloat16])
 def test_rotary_phases_are_those_of_float64(cast):
     """Whatever dtype the net has: in bf16 positions beyond 256 would share their phases."""
@@ -221,7 +208,7 @@ def test_train_and_heldout_share_no_byte(tmp_path):
     assert text.train.text.tolist() == list(range(189)) and text.heldout.text.numel() == 21
 
 
-WIDE = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le")
+WIDE = ("utf-16", "utf-16-be", "utf-32-le")
 
 
 @pytest.mark.parametrize(
@@ -230,12 +217,10 @@ WIDE = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le")
         ("text:empty.txt", "has 0 bytes"),
         ("text:short.txt", "has 169 bytes, and its last tenth"),
         *((f"text:{name}.txt", "is in UTF-16 or UTF-32, or no text") for name in WIDE),
-        ("text:folder", "is no file"),
         ("text:missing.txt", "No such file"),
         ("text:/dev/zero", "is no file"),
         ("text:~nobody-here/a", "can't read"),
         ("text:", "reads text; write --data text:FILE"),
-        ("digits", "reads text; write --data text:FILE"),
     ],
 )
 def test_bad_texts_end_with_one_line(spec, words, capsys):
@@ -243,7 +228,6 @@ def test_bad_texts_end_with_one_line(spec, words, capsys):
     Path("short.txt").write_bytes(b"x" * 169)
     for name in WIDE:
         Path(f"{name}.txt").write_bytes(("Wörter, 詞。" * 500).encode(name))
-    Path("folder").mkdir()
     assert quick("--data", spec) == 2
     assert words in one_line(capsys)
     assert not Path("runs").exists()
@@ -252,29 +236,6 @@ def test_bad_texts_end_with_one_line(spec, words, capsys):
 def test_a_text_that_just_suffices_is_trained_on():
     Path("short.txt").write_bytes(b"abcdefg " * 21 + b"ab")
     assert quick("--data", "text:short.txt", steps=2) == 0
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--model", "unet"], "choose gpt or bdh"),
-        (["--size", "S/2"], "choose one of tiny, 1M, 3M, 25M, 100M"),
-        (["--block", "0"], "a whole number above 0"),
-        (["--temperature", "-1"], "a number, 0 or more"),
-        (["--model", "bdh", "--sparse24", "srste"], "sparse24"),
-        (["--model", "bdh", "--set", "generation=int8"], "int8"),
-        (["--model", "bdh", "--pure_bf16", "--set", "islands=norm"], "no norm parameters"),
-    ],
-)
-def test_flags_that_do_not_fit_end_with_one_line(flags, words, capsys):
-    assert quick(*flags) == 2
-    assert words in one_line(capsys)
-    assert not Path("runs/run/config.json").exists()
-
-
-def test_its_flags_are_refused_beside_other_tasks(capsys):
-    assert command("--task", "segment", "--block", 64) == 2
-    assert "--task language" in one_line(capsys)
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -311,63 +272,12 @@ def test_scores_are_taken_over_all_heldout_windows():
 @pytest.mark.parametrize("kind", SMALL)
 def test_training_lowers_the_loss_and_says_tokens_a_second(kind, capsys):
     Path("a.txt").write_bytes(b"the cat sat on the mat. " * 40)
-    assert quick("--model", kind, "--data", "text:a.txt", "--lr", "1e-2", "--ema_decay", "0.8", steps=60) == 0
+    assert quick("--model", kind, "--data", "text:a.txt", "--lr", "1e-2", "--ema_decay", "0.8", steps=50) == 0
     found, losses = summary(), [row["loss"] for row in metrics()]
     assert losses[0] > 4 and found["scores"]["ema"]["nats_a_byte"] < 0.6 * losses[0]
     assert found["tokens_per_second"] == pytest.approx(16 * found["images_per_second"])
     assert "tokens a second" in capsys.readouterr().out
     assert Path("runs/run/samples/final.png").stat().st_size > 500
-
-
-RECIPES = {
-    "fp16": ["--fp16"],
-    "islands": ["--pure_bf16", "--kahan", "--set", "islands=embed"],
-    "bf16 8-bit": ["--bf16", "--opt8bit"],
-    "fp8 rowwise": [
-        "--pure_bf16",
-        "--stochastic",
-        "--fp8",
-        "--fp8_backend",
-        "emulate",
-        "--fp8_recipe",
-        "rowwise",
-    ],
-    "accumulate": ["--pure_bf16", "--stochastic", "--accumulate", "2", "--checkpoint_activations"],
-}
-
-
-@pytest.mark.parametrize("kind", SMALL)
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_trains(kind, name, capsys):
-    assert quick("--model", kind, *RECIPES[name], steps=2) == 0
-    assert summary()["scores"]["ema"]["nats_a_byte"] == pytest.approx(math.log(256), abs=0.3)
-    saved = checkpoint()["precision"]["model"]
-    dtype = torch.bfloat16 if "--pure_bf16" in RECIPES[name] and name != "islands" else torch.float32
-    assert saved["embed.weight"].dtype == dtype
-    if kind == "gpt":  # tied: one tensor, counted once
-        assert saved["lm_head.weight"].data_ptr() == saved["embed.weight"].data_ptr()
-        width, block, depth = 32, 16, 2
-        count = 12 * width**2 * depth + 256 * width + block * width + (2 * depth + 1) * width
-        assert summary()["parameters"] == count
-
-
-def test_srste_trains_the_linear_layers_of_a_gpt():
-    assert quick("--sparse24", "srste", steps=2) == 0
-    layers = json.loads(Path("runs/run/ledger.json").read_text())
-    assert 0.3 < layers["flops_share"]["sparse24"] < 1
-
-
-@pytest.mark.parametrize("kind", SMALL)
-def test_resume_is_exact(kind, monkeypatch):
-    flags = ["--model", kind, "--pure_bf16", "--stochastic", "--checkpoint_every", 3]
-    assert quick(*flags, name="whole", steps=6) == 0
-    with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda trainer: trainer.stop.ask(15))
-        assert quick(*flags, name="cut", steps=6) == 128 + 15
-    assert read_checkpoint("runs/cut")["step"] == 3
-    assert quick(*flags, name="cut", steps=6) == 0
-    assert_same(checkpoint("whole")["precision"], checkpoint("cut")["precision"])
-    assert [row["loss"] for row in metrics("whole")] == [row["loss"] for row in metrics("cut")]
 
 
 # ---- FP8 on bare parameters --------------------------------------------------------------------------------
@@ -402,10 +312,3 @@ def test_fp8_products_of_bdh_are_near_those_of_fp32():
     with torch.no_grad():
         difference = (run(ids(2, 16)) - exact(ids(2, 16))).norm() / exact(ids(2, 16)).norm()
     assert 1e-3 < difference < 0.3
-
-
-def test_resume_in_delayed_fp8_is_exact(monkeypatch):
-    assert quick(*DELAYED, name="whole", steps=4) == 0
-    assert quick(*DELAYED, name="cut", steps=2) == 0
-    assert quick(*DELAYED, name="cut", steps=4) == 0
-    assert_same(checkpoint("whole")["precision"], checkpoint("cut")["precision"])

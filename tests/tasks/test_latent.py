@@ -1,8 +1,7 @@
-"""Latent diffusion: the space that a flow is learnt in, both tasks by the command, what does not fit."""
+"""Latent diffusion: the space that a flow is learnt in, and both tasks by the command."""
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +14,6 @@ import torch
 from cli import (
     LOOP,
     QUICK,
-    after_step,
-    assert_same,
     checkpoint,
     command,
     content,
@@ -34,7 +31,7 @@ import train
 from lowprec.recipes import recipe
 from tasks import latent_space
 from tasks import vae as latent
-from tasks.autoencoder import Autoencoder, autoencoder_kl
+from tasks.autoencoder import autoencoder_kl
 from tasks.latent_space import Latents, TrainedVAE
 from tasks.task import Rng
 from tasks.vae_halves import Frozen, Ranges
@@ -221,56 +218,11 @@ def test_the_autoencoder_learns_and_shows_images_above_reconstructions(trained):
     assert np.corrcoef(above.ravel(), below.ravel())[0, 1] > 0.5
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--fp16",
-        "--pure_bf16 --stochastic --opt8bit --set islands=norm+final",
-        "--pure_bf16 --kahan --adversarial 0.1",
-        "--fp8 --fp8_backend emulate",
-        "--set loss=bf16 --perceptual 0.1 --set perceptual=bf16 --adversarial 0.1",
-    ],
-)
-def test_every_recipe_trains_the_autoencoder(flags, few):
-    assert command(*VAE, "--name", "run", "--steps", 2, *flags.split()) == 0
-    scores = summary()["scores"]["ema"]
-    assert np.isfinite([scores["psnr"], scores["kl"], scores["frechet"]]).all()
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--bf16 --set vae_encode=autocast --set vae_decode=bf16",
-        "--task ddpm --sample_steps 2 --model dit --pure_bf16 --stochastic",
-        "--fp16 --set vae_decode=fp16",
-    ],
-)
-def test_flows_and_diffusions_train_in_latents(flags, vae, few):
-    assert command(*IN_LATENTS, "--name", "run", "--steps", 2, "--sample_every", 1, *flags.split()) == 0
-    scores = summary()["scores"]["ema"]
-    assert np.isfinite([scores["frechet"], scores["decode_snr"], *scores["loss_by_timestep"]]).all()
-    images = Path("runs/run/samples/final.png"), Path("runs/run/samples/step000001.png")
-    assert all(Image.open(path).size[0] == 10 * 52 + 4 for path in images)
-
-
 def test_ddpm_clips_images_and_not_latents(vae, digits):
     kind = strategies.TASKS["ddpm"]
     for path, clips in (("", True), (str(vae), False)):
         task = kind(digits, recipe(more=kind.sites), config(vae=path))
         assert task.scheduler.clip_sample is clips
-
-
-@pytest.mark.parametrize("flags", [VAE + ["--adversarial", 0.1], IN_LATENTS])
-def test_an_interrupted_run_equals_an_uninterrupted_one_bit_for_bit(flags, vae, few, monkeypatch):
-    flags = [*flags, "--pure_bf16", "--stochastic", "--log_every", 2, "--steps", 5]
-    assert command(*flags, "--name", "whole") == 0
-    with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda run: run.stop.ask(signal.SIGTERM))
-        assert command(*flags, "--name", "stopped") == 143
-    assert command(*flags, "--name", "stopped") == 0
-    assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])
-    assert checkpoint("stopped")["config"] | {"name": ""} == checkpoint("whole")["config"] | {"name": ""}
-    assert summary("stopped")["scores"] == summary("whole")["scores"]
 
 
 def test_a_run_is_drawn_from_again_in_other_precisions(vae, monkeypatch):
@@ -286,93 +238,7 @@ def test_a_run_is_drawn_from_again_in_other_precisions(vae, monkeypatch):
     assert low["loss_by_timestep"] == summary()["scores"]["ema"]["loss_by_timestep"]
 
 
-def test_the_doctor_examines_both(vae, few, capsys):
-    assert command(*IN_LATENTS, "--name", "run", "--steps", 4, "--set", "vae_decode=bf16") == 0
-    assert command(*VAE, "--name", "low", "--steps", 4, "--set", "vae_encode=fp16") == 0
-    for run, site in (("run", "vae_decode"), ("low", "vae_encode")):
-        capsys.readouterr()
-        assert command("--diagnose", f"runs/{run}") in (0, 1)
-        assert site in capsys.readouterr().out
-
-
 # ---- What does not fit -------------------------------------------------------------------------------------
-
-
-def spoil(name, change):
-    """A copy of runs/vae whose checkpoint was changed."""
-    shutil.copytree("runs/vae", f"runs/{name}")
-    state = checkpoint(name)
-    change(state, state["precision"]["averages"]["ema"]["shadow"])
-    torch.save(state, f"runs/{name}/checkpoint.pt")
-
-
-def narrow(state, shadow):
-    shadow["vae.decoder.blocks.0.conv.weight"] = torch.zeros(3, 2, 3, 3)
-
-
-def colour(state, shadow):
-    torch.manual_seed(0)
-    net = Autoencoder(3, 8)
-    shadow.update(net.named_parameters())
-
-
-REFUSED = {
-    "--vae nowhere": "no checkpoint at nowhere",
-    "--vae notes.txt": "no checkpoint of this program",
-    "--vae runs/flow": "was trained with --task rflow: give a run of --task vae",
-    "--vae runs/narrow": "its weights don't fit the vae that its flags speak of",
-    "--vae runs/colour": "takes images of 3 channels, and digits has 1",
-    "--vae runs/large": "was trained on images of side 16",
-    "--vae runs/nan": "its weights are not finite",
-    "--vae runs/vae --image_size 16": "add --image_size 8",
-    "--vae runs/vae --model dit --size tiny/4 --vae_weights 0123": "was made with 0123",
-    "--vae runs/vae --model dit --size tiny/8": "the latents of --vae runs/vae are 2x4x4: image size 4",
-    "--vae runs/vae --perceptual 1": "--perceptual compares images",
-    "--vae runs/vae --latent_scale 0": "above 0",
-    "--vae runs/vae --task vae": "this is --task vae",
-    "--vae runs/vae --task segment": "this is --task segment",
-    "--task reflow --teacher runs/flow --vae runs/vae": "--vae",
-    "--task reflow --teacher runs/inside": "works on images",
-    "--latent_scale 1": "add --vae RUN",
-    "--vae_weights 0123": "add --vae RUN",
-    "--set vae_decode=bf16": "add --vae RUN",
-    "--vae runs/vae --set vae_decode=int8": "no value of vae_decode",
-    "--task vae --size huge": "choose one of tiny, small, base",
-    "--task vae --model dit": "choose kl",
-    "--task vae --image_size 9": "needs a multiple of 2",
-    "--task vae --size small --image_size 10": "needs a multiple of 4",
-    "--task vae --set perceptual=bf16": "--perceptual",
-    "--kl_weight 1": "this is --task rflow",
-}
-
-
-@pytest.fixture(scope="module")
-def odd(trained, tmp_path_factory):
-    """Runs and files that don't fit, made once."""
-    folder = tmp_path_factory.mktemp("odd")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
-        cli.shorten(patch.setattr)
-        shutil.copytree(trained, "runs/vae")
-        assert command(*QUICK, "--name", "flow", "--steps", 1) == 0
-        assert command(*IN_LATENTS, "--name", "inside", "--steps", 1) == 0
-        spoil("narrow", narrow)
-        spoil("colour", colour)
-        spoil("large", lambda state, _: state["precision"]["model"].update(_extra_state=torch.tensor(16)))
-        spoil("nan", lambda _, shadow: shadow["vae.post_quant_conv.conv.bias"].fill_(float("nan")))
-        Path("notes.txt").write_text("no checkpoint")
-    return folder
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_does_not_fit_is_one_line_and_leaves_nothing(flags, odd, monkeypatch, capsys):
-    monkeypatch.chdir(odd)
-    before = content(".")
-    capsys.readouterr()
-    assert command(*flags.split()) == 2
-    assert REFUSED[flags] in one_line(capsys)
-    assert content(".") == before
 
 
 def test_a_folder_that_its_scores_can_not_use_is_refused_before_training(capsys):

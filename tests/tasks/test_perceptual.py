@@ -1,8 +1,5 @@
-"""The perceptual term: the distance against float64, the clean image that an answer stands for, precision,
-resume, and what is refused.
-"""
+"""The perceptual term: the distance against float64, the clean image that an answer stands for, precision."""
 
-import signal
 from pathlib import Path
 
 import cli
@@ -11,14 +8,8 @@ import generating
 import pytest
 import torch
 from cli import (
-    after_step,
     assert_same,
-    assert_trained,
-    checkpoint,
-    command,
-    content,
     metrics,
-    one_line,
     quick,
 )
 from generating import batch, make, noise_from, velocity_to
@@ -146,36 +137,11 @@ def test_the_term_is_added_to_the_loss(kind, digits):
 
 
 def test_the_loss_falls(capsys):
-    flags = "--perceptual 0.5 --batch_size 16 --lr 3e-3 --log_every 20 --ledger".split()
-    assert quick(*flags, steps=60) == 0
+    flags = "--perceptual 0.5 --batch_size 16 --lr 3e-3 --log_every 10 --ledger".split()
+    assert quick(*flags, steps=40) == 0
     rows = metrics()
     assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
     assert "feature net of --perceptual" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--task ddpm --bf16",
-        "--pure_bf16 --set perceptual=bf16",
-        "--pure_bf16 --optimizer torch --set perceptual=bf16 --set ema=bf16",
-        "--fp16 --init_loss_scale 16",
-        "--pure_bf16 --stochastic --set loss=bf16",
-    ],
-)
-def test_recipes_train_with_it(flags, stepped):
-    assert quick("--perceptual", 0.1, *flags.split(), steps=2) == 0
-    assert_trained(stepped, flags, steps=2)
-
-
-def test_an_interrupted_run_equals_an_uninterrupted_one(monkeypatch):
-    flags = "--perceptual 0.1 --pure_bf16 --stochastic --set perceptual=bf16".split()
-    assert quick(*flags, name="whole", steps=5) == 0
-    with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda run: run.stop.ask(signal.SIGTERM))
-        assert quick(*flags, name="stopped", steps=5) == 143
-    assert quick(*flags, name="stopped", steps=5) == 0
-    assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])
 
 
 def test_a_set_without_a_feature_net_of_its_own_gets_one(monkeypatch):
@@ -183,18 +149,3 @@ def test_a_set_without_a_feature_net_of_its_own_gets_one(monkeypatch):
     cli.plant_folder("photos")
     assert quick("--data", "folder:photos", "--image_size", 8, "--perceptual", 0.1, steps=1) == 0
     assert list(Path("runs/feature_nets").glob("*.safetensors"))
-
-
-REFUSED = {
-    "--set perceptual=bf16": "add --perceptual WEIGHT",
-    "--perceptual -1": "is not a number, 0 or more",
-    "--task segment --perceptual 1": "this is --task segment",
-    "--perceptual 1 --set perceptual=fp16": "'fp16' is no value of perceptual",
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_makes_no_sense_is_one_line_and_leaves_nothing(flags, capsys):
-    before = content(".")
-    assert command(*flags.split()) == 2
-    assert REFUSED[flags] in one_line(capsys) and content(".") == before

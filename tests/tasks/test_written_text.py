@@ -10,9 +10,7 @@ import pytest
 import test_language
 import torch
 from cli import command, content
-from common import same
 
-from lowprec.errors import Refused
 from tasks import language
 from tasks.language import TEXT_FILE, Text, choose_bytes
 from tasks.task import Rng
@@ -86,17 +84,3 @@ def test_a_drawn_text_is_a_picture_of_its_lines():
     assert long.shape[1] > 3 * short.shape[1]
     odd = language.text_picture("tab\t, \x00 and \x1b[31m, 日本\n\n" + "x\n" * 1000)
     assert odd.shape[1] < 60 * 25
-
-
-def test_the_doctor_finds_a_bf16_average(capsys):
-    assert quick("--pure_bf16", "--set", "ema=bf16", steps=6) == 0
-    capsys.readouterr()
-    assert command("--diagnose", "runs/run") == 1
-    found = capsys.readouterr().out
-    assert "gpt of size tiny on text-text" in found and "ema" in found
-
-
-def test_loading_is_refused_in_words():
-    with pytest.raises(Refused, match="it is no file"):
-        Text(".", 16)
-    assert same(Text(TEXT_FILE, 16).train.text, Text(str(TEXT_FILE), 16).train.text)
