@@ -2,7 +2,6 @@
 on it.
 """
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -38,7 +37,7 @@ def run(tmp_path, *argv):
 
 
 def test_training_writes_every_single_time(tmp_path, capsys):
-    nets, recipes = ["unet:tiny:8:2", "dit:tiny:8:2"], ["fp32", "pure_bf16-stochastic", "opt8bit"]
+    nets, recipes = ["dit:tiny:8:2"], ["fp32", "pure_bf16-stochastic", "opt8bit"]
     result = run(tmp_path, "training", "--nets", *nets, "--recipes", *recipes, "--repeats", "2")
     rows = [(row["net"], row["recipe"]) for row in result["results"]]
     assert rows == [(net, name) for net in nets for name in recipes]
@@ -46,23 +45,17 @@ def test_training_writes_every_single_time(tmp_path, capsys):
         assert all(len(row[key]) == 2 for key in ("ms", "step_ms", "measured_ms", "measured_step_ms"))
         assert all(0 < part < whole for part, whole in zip(row["step_ms"], row["ms"], strict=True))
         assert row["peak_bytes"] is None, "the resident set of one process says nothing about one recipe"
-    size = {
-        row["recipe"]: row["bytes_per_parameter"]
-        for row in result["results"]
-        if row["net"].startswith("unet")
-    }
+    size = {row["recipe"]: row["bytes_per_parameter"] for row in result["results"]}
     assert size["fp32"] == 16 and size["pure_bf16-stochastic"] == 8 and 10 < size["opt8bit"] < 16
     table = capsys.readouterr().out
-    assert "unet:tiny:8:2" in table and table.count("pure_bf16-stochastic") == 2
+    assert "dit:tiny:8:2" in table and table.count("pure_bf16-stochastic") == 1
 
 
-@pytest.mark.parametrize("whose, asked", [("ours", True), ("torch", False)])
-def test_training_takes_torchs_own_products_where_asked(whose, asked, tmp_path, monkeypatch):
+def test_training_takes_torchs_own_products_where_asked(tmp_path, monkeypatch):
     devices = []
     monkeypatch.setattr(cpu_products, "settle_products", devices.append)
-    words = "--nets dit:tiny:8:2 --recipes bf16 --repeats 1 --products".split()
-    run(tmp_path, "training", *words, whose)
-    assert bool(devices) == asked
+    run(tmp_path, "training", *"--nets dit:tiny:8:2 --recipes bf16 --repeats 1 --products torch".split())
+    assert not devices
 
 
 def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
@@ -101,8 +94,8 @@ def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
 
 def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys, monkeypatch):
     few = {
-        "WRITES": ("", "--pure_bf16", "--pure_bf16 --stochastic", "--pure_bf16 --kahan"),
-        "MOMENT_FLAGS": ("", "--opt8bit", "--opt4bit"),
+        "WRITES": ("", "--pure_bf16 --stochastic", "--pure_bf16 --kahan"),
+        "MOMENT_FLAGS": ("", "--opt8bit"),
         "ACTIVATION_RECIPES": ("fp32", "stochastic"),
     }
     for table, names in few.items():
@@ -112,17 +105,12 @@ def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys,
     assert len(rows) == len(memory.WRITES) * len(memory.MOMENT_FLAGS)
     for row in rows:
         assert row["bytes_per_parameter"] == pytest.approx(row["ledger"], abs=1e-9), row["flags"]
-        assert row["bytes_per_parameter"] == pytest.approx(
-            row["weights"] + row["gradients"] + row["states"], abs=1e-9
-        )
+        held = row["weights"] + row["gradients"] + row["states"]
+        assert row["bytes_per_parameter"] == pytest.approx(held, abs=1e-9)
     size = {row["flags"]: row["bytes_per_parameter"] for row in rows}
-    assert (
-        size[""] == 16
-        and size["--pure_bf16"] == 8
-        and 5 < size["--pure_bf16 --stochastic --opt4bit"] < size["--pure_bf16 --stochastic --opt8bit"] < 8
-    )
+    assert size[""] == 16 and 7 < size["--pure_bf16 --kahan --opt8bit"] < size["--pure_bf16 --kahan"] == 10
     table = capsys.readouterr().out
-    assert f"| `--pure_bf16 --kahan` | 10.00 | {size['--pure_bf16 --kahan --opt8bit']:.2f} | " in table
+    assert f"| `--pure_bf16 --kahan` | 10.00 | {size['--pure_bf16 --kahan --opt8bit']:.2f} |" in table
     assert len(kept) == 2 * 2 * len(memory.ACTIVATION_RECIPES)
     total = {(row["recipe"], row["batch"], row["again"]): row["total"] for row in kept}
     assert total["stochastic", 4, False] < 0.7 * total["fp32", 4, False]
@@ -164,21 +152,9 @@ def test_the_flags_in_the_table_of_bytes_are_those_of_train():
             assert config.states_on == writing.get("states_on", "device")
 
 
-def test_a_table_of_bytes_older_than_a_format_is_still_drawn():
-    rows = {name: dict(bytes_per_parameter=8.0) for name in ("", "--opt8bit", "--pure_bf16")}
-    rows["--pure_bf16 --opt8bit"] = dict(bytes_per_parameter=6.0)
-    lines = memory.memory_table(rows).splitlines()
-    assert lines == [
-        "| flags | alone | with `--opt8bit` |",
-        "|---|---|---|",
-        "| (none) | 8.00 | 8.00 |",
-        "| `--pure_bf16` | 8.00 | 6.00 |",
-    ]
-
-
 def test_processes_hold_what_arithmetic_says(tmp_path, capsys, monkeypatch):
-    two = list(sharding.SHARDED_RECIPES.items())[1:4:2]  # with low parts, and with codes
-    monkeypatch.setattr(sharding, "SHARDED_RECIPES", dict(two))
+    with_codes = list(sharding.SHARDED_RECIPES.items())[3]
+    monkeypatch.setattr(sharding, "SHARDED_RECIPES", dict([with_codes]))
     rows = run(tmp_path, "sharding", "--nets", "dit:tiny:8:2", "--ranks", "2")["results"]
     wanted = [(flags, rank) for flags in sharding.SHARDED_RECIPES for rank in (0, 1)]
     assert [(row["flags"], row["rank"]) for row in rows] == wanted
@@ -196,21 +172,9 @@ def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
     assert f"| int8, stochastic | {rows[5]['dropped']:.2f} | {rows[5]['others']:.2f} |" in table
 
 
-def test_weights_in_blocks_lie_at_the_nearest_level():
-    weight = torch.linspace(-3, 5, 37).view(1, 37)
-    for levels in guides.LEVELS.values():
-        held = guides.in_blocks(weight, levels)
-        for block, exact in zip(held[0].split(16), weight[0].split(16), strict=True):
-            places = levels * exact.abs().max() / levels[-1]
-            nearest = (exact.abs()[:, None] - places).abs().amin(1)
-            assert torch.allclose((block - exact).abs(), nearest, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", [lambda: torch.nn.Linear(32, 8), lambda: torch.nn.Conv2d(32, 8, 3)])
-def test_awq_changes_a_layers_output_less_than_rounding_to_nearest(kind):
+def test_awq_changes_a_layers_output_less_than_rounding_to_nearest():
     torch.manual_seed(0)
-    layer = kind()
-    x = torch.randn(4, 32, 5, 5) if layer.weight.dim() == 4 else torch.randn(64, 32)
+    layer, x = torch.nn.Conv2d(32, 8, 3), torch.randn(4, 32, 5, 5)
     x[:, ::4] *= 30  # AWQ is for channels that are larger than others
     exact = layer.weight.detach().clone()
     with torch.no_grad():
@@ -233,13 +197,12 @@ def test_guides_write_a_row_a_figure(tmp_path, monkeypatch):
     assert 20 < found["attention with queries, keys and values in e4m3"] < 40
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("value", [0.1, -0.1, 3e-5, -1e-8, 0.0])
-def test_a_stochastic_write_to_16_bits_is_right_on_average(dtype, value):
+@pytest.mark.parametrize("value", [-0.1, 3e-5, 0.0])
+def test_a_stochastic_write_to_16_bits_is_right_on_average(value):
     x = torch.full((100_000,), value)
-    held = fp16_weights.stochastic_16_bit(x, dtype, torch.Generator().manual_seed(0))
+    held = fp16_weights.stochastic_16_bit(x, torch.float16, torch.Generator().manual_seed(0))
     places = held.unique().float()
-    assert held.dtype == dtype and len(places) <= 2
+    assert held.dtype == torch.float16 and len(places) <= 2
     assert places.min() <= x[0] <= places.max()
     assert (held.double().mean() - x[0]).abs() <= 0.01 * (places.max() - places.min())
 
@@ -295,23 +258,14 @@ def test_a_peers_loop_trains_its_net(loop, tmp_path):
     [
         ([], "| first |"),
         (["optimizers", "--parameters", "0"], "whole number above 0"),
-        (["optimizers", "--repeats", "many"], "whole number above 0"),
         (["optimizers", "--only", "adam"], "adam"),
-        (["optimizers", "--layouts", "small"], "small"),
         (["optimizers", "--out", "no/such/folder/x.json"], "no such folder"),
-        (["optimizers", "--out", "."], "a folder"),
         (["training", "--nets", "unet:small:64"], "MODEL:SIZE:IMAGE:BATCH"),
-        (["training", "--nets", "unet:small:64:0"], "MODEL:SIZE:IMAGE:BATCH"),
         (["training", "--nets", "unet:huge:64:8"], "huge"),
-        (["training", "--nets", "vae:tiny:8:8"], "vae"),
-        (["training", "--recipes", "fp4"], "fp4"),
         (["training", "--recipes", "tf32"], "tf32"),
         (["training", "--steps", "3"], "--steps"),
-        (["memory", "--nets", "vae:tiny:8:8"], "vae"),
         (["memory", "--repeats", "3"], "--repeats"),
         (["--gpu", "--dry_run", "--only", "fp4*"], "fp4*: fits no recipe"),
-        (["--gpu", "--dry_run", "--nets", "dit:XXL/2:32:8"], "XXL"),
-        (["--gpu", "--dry_run", "--out", "no/such/folder"], "no such folder"),
         (["--gpu", "--dry_run", "--budget", "0"], "whole number above 0"),
     ],
 )
@@ -323,39 +277,6 @@ def test_bad_input_gets_one_line_and_status_2(argv, words, capsys):
     out, err = capsys.readouterr()
     assert status == 2 and out == ""
     assert err.count("\n") == 1 and err.startswith("bench.py") and words in err
-
-
-def test_every_test_that_needs_a_gpu_is_marked_so():
-    """pytest -m gpu runs just these. Found by what they do: skip without a CUDA device, or put tensors on
-    one.
-    """
-    marked = 0
-    for path in sorted(Path(__file__).parents[1].rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                not isinstance(node, ast.FunctionDef)
-                or not node.name.startswith("test_")
-                or node.name == "test_every_test_that_needs_a_gpu_is_marked_so"
-            ):
-                continue
-            decorators = [ast.unparse(d) for d in node.decorator_list]
-            is_marked = any(d in ("gpu", "pytest.mark.gpu") for d in decorators)
-            body = "\n".join(map(ast.unparse, node.body))
-            needs = any(
-                d in ("needs_cuda", "needs_hopper") or "skipif(not torch.cuda" in d for d in decorators
-            )
-            needs = needs or re.search(r"\.cuda\(\)|device='cuda'|\.to\('cuda'\)", body) is not None
-            assert is_marked or not needs, (
-                f"{path.name}: {node.name} needs a GPU, and is not marked pytest.mark.gpu"
-            )
-            marked += is_marked
-    assert marked >= 12
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_missing_gpu_gets_one_line(capsys):
-    assert bench.main(["optimizers", "--device", "cuda"]) == 2
-    assert "--device cpu" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
@@ -384,10 +305,6 @@ def test_a_first_command_is_run_to_its_end_and_seen(tmp_path):
     assert row["steps"] == 4 and row["command"] == "python train.py --task classify --steps 4"
     assert 0 < row["pictures"]["final.png"] < row["seconds"] and row["training_seconds"] < row["seconds"]
     assert 0 <= row["scores"]["accuracy"] <= 1 and "accuracy" in first.result(row)
-
-
-def test_what_a_command_starts_from_is_run_before_it():
-    assert first.with_needs(["distill", "latent"]) == ["vae", "latent", "teacher", "distill"]
 
 
 @pytest.mark.parametrize("first", first.FIRST_COMMANDS.values(), ids=first.FIRST_COMMANDS)
@@ -422,7 +339,6 @@ def test_a_billion_parameters_take_the_bytes_of_their_own_net():
 
 TINY = "--model dit --size tiny/4 --image_size 8 --batch_size 2"
 TASKS = {
-    "classify": "--task classify --image_size 8 --batch_size 2",
     "distill": "--task distill --batch_size 2 --teacher {flow}",
 }
 
@@ -469,12 +385,6 @@ def test_a_bare_loop_keeps_the_average_that_a_consistency_model_learns_from(tmp_
         assert torch.allclose(held, (before + now) / 2, atol=1e-6)
 
 
-def test_a_task_that_is_not_there_is_one_line(capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.main(["peers", "--tasks", "paint"])
-    assert stop.value.code == 2 and "paint" in capsys.readouterr().err
-
-
 def test_the_discrete_vae_by_itself_keeps_what_the_record_says(tmp_path, monkeypatch):
     """Bytes are no times: any machine finds them again."""
     path = ROOT / "experiments" / "bench" / "cpu-dvae.json"
@@ -493,8 +403,3 @@ def test_the_discrete_vae_by_itself_keeps_what_the_record_says(tmp_path, monkeyp
         assert row["items"] == "frames" and "score" not in row
     tokens = found[0]["items_a_step"] * 512 * 6 * 6  # frames of 24x24 pixels
     assert found[0]["kept"]["total"] > 2 * 4 * tokens  # log-probabilities and soft tokens, each once
-
-
-def test_tables_apart_run_where_they_are_named_alone():
-    args = bench.build_parser().parse_args(["systems"])
-    assert args.only == list(systems.SYSTEM_TABLES) and not set(args.only) & set(systems.TABLES_APART)

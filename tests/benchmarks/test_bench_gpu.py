@@ -14,11 +14,10 @@ import torch
 from common import cpu_scales_rows
 
 import bench
-from benchmarks import common, gpu, gpu_cells, gpu_plan, gpu_record, largest_batch, subjects
+from benchmarks import gpu, gpu_cells, gpu_plan, gpu_record, largest_batch, subjects
 from benchmarks.worker import Here, Lost, Worker
 from experiments.bench import reduction
 from lowprec.errors import Refused
-from lowprec.kernels import compiled
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,8 @@ NET = "dit:tiny:8:2"
 
 
 def dry_run(folder, *more):
-    assert bench.main(["--gpu", "--dry_run", "--nets", NET, "--out", str(folder), *more]) == 0
+    options = ["--nets", NET, "--compile", "off", "--out", str(folder)]
+    assert bench.main(["--gpu", "--dry_run", *options, *more]) == 0
     record = json.loads((folder / "gpu-dry-run.json").read_text())
     return record, {gpu_cells.cell_key(row): row for row in record["results"]}
 
@@ -47,7 +47,6 @@ def dry(tmp_path_factory):
 def test_a_dry_run_runs_every_recipe(dry):
     folder, record, rows = dry
     assert {name for _, name, _ in rows} == set(gpu.GPU_RECIPES)
-    assert {(net, on) for net, _, on in rows} == {(NET, on) for on in (False, True)}
     for (_, name, _), row in rows.items():
         if row["status"] == "refused":
             not_here = ("tf32", "pure_bf16-flashoptim", "fp8-te-", "fp8-torchao-delayed")
@@ -55,20 +54,17 @@ def test_a_dry_run_runs_every_recipe(dry):
             assert row["note"] and "\n" not in row["note"] and "ms" not in row
             continue
         assert row["status"] == "measured", row["note"]
-        assert (
-            len(row["ms"]) == len(row["reference_ms"]) == 1 and row["ms"][0] > 0 and row["first_step_s"] > 0
-        )
+        assert len(row["ms"]) == len(row["reference_ms"]) == 1
+        assert row["ms"][0] > 0 and row["first_step_s"] > 0
         assert row["peak_bytes"] is None, "the resident set of one process says nothing about one recipe"
         assert (row["flops_share"] is not None) == ("fp8" in name or "2:4" in name)
     assert rows[NET, "fp8-scaled_mm-rowwise", False]["flops_share"] > 0.9
     losses = [row["loss"] for row in rows.values() if "loss" in row]
-    assert len(losses) > 12 and max(losses) - min(losses) < 1e-3 * losses[0], (
-        "recipes got different weights or inputs"
-    )
+    assert len(losses) > 12
+    assert max(losses) - min(losses) < 1e-3 * losses[0], "recipes got different weights or inputs"
     assert rows[NET, "pure_bf16-stochastic-opt8bit-fp8", False]["bytes_per_parameter"] < 7
-    assert {"sources", "libraries", "cuda", "commit", "torch"} <= set(record["machine"]) and record[
-        "command"
-    ].startswith("python bench.py --gpu --dry_run")
+    assert {"sources", "libraries", "cuda", "commit", "torch"} <= set(record["machine"])
+    assert record["command"].startswith("python bench.py --gpu --dry_run")
 
 
 def test_the_page_has_a_line_a_cell(dry):
@@ -84,7 +80,6 @@ def test_the_page_has_a_line_a_cell(dry):
         f"| `bf16` | no | {2e3 / rows['dit:tiny:8:2', 'bf16', False]['ms'][0]:.1f} | 1.00 | - | 16.00 | - | "
     )
     assert lines["tf32", False].endswith("use fp32 or bf16 |")
-    assert ("tf32", True) not in lines  # not tried
 
 
 def test_run_again_it_measures_what_is_missing_or_was_refused(dry, tmp_path, monkeypatch):
@@ -119,16 +114,6 @@ def test_it_does_not_go_on_in_a_record_of_other_code(tmp_path, dry, capsys):
     assert bench.main(["--gpu", "--dry_run", "--out", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "other code or versions" in err and "--fresh" in err
-
-
-def test_a_library_that_came_since_is_no_other_machine(dry):
-    machine = dry[1]["machine"]
-    newer = {**machine, "libraries": {**machine["libraries"], "transformer_engine": "2.9"}}
-    assert gpu_record.same_machine(machine, newer) and gpu_record.same_machine(newer, machine)
-    assert not gpu_record.same_machine(
-        newer, {**newer, "libraries": {**newer["libraries"], "transformer_engine": "3.0"}}
-    )
-    assert not gpu_record.same_machine(machine, {**machine, "torch": "2.0"})
 
 
 FAULTS = {
@@ -168,16 +153,6 @@ def test_a_cell_that_fails_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, 
     )
     assert len(saved) == len(names), "written after every cell"
     assert "images/s, - x bf16" in capsys.readouterr().out
-
-
-def test_the_budget_ends_between_cells(tmp_path, monkeypatch, capsys):
-    clock = iter(range(0, 1000, 4))
-    monkeypatch.setattr(
-        gpu, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
-    )
-    monkeypatch.setattr(gpu, "measure_cell", lambda cell, **_: {**cell, "status": "refused", "note": "said"})
-    _, rows = dry_run(tmp_path, "--budget", "10")
-    assert len(rows) == 2 and "are left: run the same command again" in capsys.readouterr().out
 
 
 def test_the_budgets_end_is_no_fault_of_the_cell(monkeypatch):
@@ -271,13 +246,6 @@ def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
     )
 
 
-def test_a_kernel_that_was_not_fused_is_named(monkeypatch):
-    names = ("ema_kernel", "_float8_kernel.<locals>.kernel", "step_kernel.<locals>.kernel")
-    kernels = [SimpleNamespace(__qualname__=name) for name in names]
-    monkeypatch.setattr(compiled, "unfused", kernels)
-    assert gpu_cells.unfused_kernels() == ["ema_kernel", "float8_kernel", "step_kernel"]
-
-
 @pytest.mark.gpu
 def test_the_gpu_bench_runs_on_one(tmp_path):
     names = ["bf16", "fp32", "pure_bf16-stochastic", "generate-bf16"]
@@ -367,17 +335,6 @@ def test_a_search_that_is_interrupted_keeps_what_it_found(tmp_path, monkeypatch,
     assert not (tmp_path / "none.json").exists()
 
 
-def test_a_batch_that_exceeds_memory_ends_the_search(monkeypatch):
-    def two_steps(run, net, device):
-        if net[3] > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(largest_batch, "two_steps", two_steps)
-    args = SimpleNamespace(device=torch.device("cpu"), most=64)
-    row = largest_batch.searched("dit:tiny:8:1", "fp32", args)
-    assert (row["batch"], row["tried"]) == (2, [2, 3, 4])
-
-
 @pytest.mark.gpu
 def test_the_search_for_a_batch_on_cuda(tmp_path):
     out = tmp_path / "batch.json"
@@ -399,19 +356,3 @@ def test_gradients_in_bf16_carry_a_few_hundred_times_their_rounding():
     assert reduction.gradient_decibels(found, exact) == pytest.approx(33.979, abs=1e-3)
     [row] = reduction.reduction(SimpleNamespace(nets=[NET], device=torch.device("cpu")), None)
     assert 35 < row["decibels"] < 70
-
-
-def test_gradients_are_compared_at_the_weights_of_the_reference(monkeypatch):
-    """A GPU's generator draws other weights from the same seed."""
-
-    def drawn_elsewhere(net, flags, device):
-        run, inputs, velocity = common.prepared(net, flags, device)
-        if flags:
-            with torch.no_grad():
-                for p in run.params:
-                    p.normal_()
-        return run, inputs, velocity
-
-    monkeypatch.setattr(reduction, "prepared", drawn_elsewhere)
-    [row] = reduction.reduction(SimpleNamespace(nets=[NET], device=torch.device("cpu")), None)
-    assert row["decibels"] > 35

@@ -11,10 +11,8 @@ import torch
 from test_bench import SMALL, run
 
 import bench
-from benchmarks import memory, optimizers
-from benchmarks.allocated import state_bytes
+from benchmarks import optimizers
 from benchmarks.common import Cell, take_turns
-from experiments.bench import moments
 from lowprec.optimizers import build, peers
 
 eager = test_bench.eager
@@ -78,37 +76,11 @@ def test_an_optimiser_that_drops_its_gradients_is_given_them_before_each_step(mo
     assert len(seen) == 2 * (2 + 3) and all(seen)  # in both layouts
 
 
-def test_bytes_moved_are_compared_with_copying(tmp_path, capsys):
-    names = ["stochastic", "fp32", "split", "copy"]
-    result = run(tmp_path, *SMALL, "--repeats", "3", "--only", *names)
-    rows = {row["name"]: row for row in result["results"]}
-    assert [rows[name]["moved_bytes"] for name in names] == [14, 28, 26, 14]
-    a_byte = {name: sorted(row["ms"])[1] / row["moved_bytes"] for name, row in rows.items()}
-    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
-    for name in names:
-        share = float(lines[name][4].rstrip("%")) / 100
-        assert share == pytest.approx(a_byte["copy"] / a_byte[name], abs=0.006), name
-
-
 def test_every_optimiser_of_ours_takes_part(tmp_path):
     names = [name for name, contender in optimizers.CONTENDERS.items() if contender.ours]
     result = run(tmp_path, *SMALL, "--repeats", "1", "--only", *names)
     assert {"stochastic", "stochastic-adafactor", "stochastic-muon"} < set(names)
     assert all(row["ms"] and not row["note"] for row in result["results"])
-
-
-def test_a_peer_that_train_py_does_not_offer_takes_part(tmp_path, monkeypatch, capsys):
-    (tmp_path / "heavyball.py").write_text(
-        "import torch\n\n\nclass AdamW(torch.optim.AdamW):\n"
-        "    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), storage_dtype=None):\n"
-        "        super().__init__(params, lr=lr, betas=betas)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "sdnq", None)
-    rows = {row["name"]: row for row in run(tmp_path, *SMALL, "--only", "heavyball", "sdnq")["results"]}
-    assert rows["heavyball"]["ms"] and not rows["heavyball"]["note"] and rows["sdnq"]["ms"] == []
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("sdnq "))
-    assert line.split(maxsplit=1)[1].startswith("not installed: pip install")
 
 
 FLASH = """
@@ -172,26 +144,6 @@ def test_every_peer_of_ours_has_a_contender_and_a_version_range():
         assert any(line.startswith(package + ">=") and "<" in line for line in wanted), package
 
 
-def test_moments_of_any_length_are_held_in_codes(tmp_path):
-    # 10,003 and 10,002 values: no multiple of a block
-    names = ["stochastic-8bit", "stochastic-4bit", "stochastic-e4m3", "bitsandbytes"]
-    argv = ["optimizers", "--parameters", "40010", "--layouts", "large", "--repeats", "1", "--only", *names]
-    state = {row["name"]: row["state_bytes"] for row in run(tmp_path, *argv)["results"]}
-    assert 1.06 < state["stochastic-4bit"] < 1.1
-    for name in ("stochastic-8bit", "stochastic-e4m3", "bitsandbytes"):
-        assert 2.03 < state[name] < 2.1, name
-
-
-def test_the_rows_that_stood_before_the_registries_keep_their_order():
-    names = "stochastic nearest kahan kahan-stochastic split fp32 stochastic-8bit stochastic-4bit torchastic "
-    names += "torchao optimi adamw-bf16 bitsandbytes torch torch-fused copy"
-    assert [name for name in optimizers.CONTENDERS if name in names.split()] == names.split()
-    assert list(memory.MOMENT_FLAGS)[:3] == ["", "--opt8bit", "--opt4bit"]
-    kinds = ("bf16", "int8", "int4")
-    before = [f"{kind} {update}" for kind in kinds for update in ("nearest", "stochastic")]
-    assert moments.MOMENT_HOLDERS[:8] == ["fp32 nearest", "bitsandbytes", *before]
-
-
 @pytest.mark.parametrize("layout", ["mixed", "large"])
 @pytest.mark.parametrize("n", [1, 3, 6000, 10_000_000])
 def test_layouts_hold_just_as_many_parameters(layout, n):
@@ -219,10 +171,3 @@ def test_contenders_take_turns():
     rounds = ["".join(seen[i : i + 3]) for i in range(0, 60, 3)]
     assert all(sorted(one) == ["a", "b", "c"] for one in rounds), "one ran twice before another ran once"
     assert len(set(rounds)) > 2, "always in one order: each would always inherit the same contender's caches"
-
-
-def test_shared_storage_is_counted_once():
-    table = torch.zeros(256)
-    first = {"step": 3, "code": torch.zeros(10, dtype=torch.uint8), "table": table}
-    optimizer = SimpleNamespace(state={0: first, 1: {"table": table, "half": table[:128]}})
-    assert state_bytes(optimizer) == 10 + 1024

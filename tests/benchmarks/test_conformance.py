@@ -14,7 +14,6 @@ from benchmarks.conformance import DrawnSize
 from benchmarks.conformance_command import CHECKS, CHECKS_OF_KIND, answer_of
 from benchmarks.conformance_writes import writes
 from benchmarks.subjects import OptimizerSubject
-from lowprec.kernels import compiled
 
 eager = common.eager
 SMALL = DrawnSize(side=128, steps=30, decay_steps=125, before=40, after=350, path=(800, 1000))
@@ -291,20 +290,6 @@ def test_shards_get_the_bits_of_the_whole_or_are_not_claimed():
     assert 0 < shown[AlikeOnAllRanks].figures["differ"] < 0.5
     assert abs(answer_of(CHECKS["noise of ranks"], planted(Shards)).figures["correlation"]) < 0.1
     assert not torch.distributed.is_initialized()
-
-
-def test_a_step_that_takes_no_dtensor_is_still_compiled_for_others():
-    def kernel(p):
-        if isinstance(p, DTensor):
-            raise RuntimeError("got mixed torch.Tensor and DTensor")
-        p.sub_(0.02)
-
-    class Fused(Right):
-        def update(self, p, g, state, group, start):
-            compiled.fused(kernel, p)
-
-    result = answer_of(CHECKS["sharded"], planted(Fused))
-    assert result.shown == "takes no DTensor" and kernel not in compiled.unfused
 
 
 def test_noise_of_the_global_generator_is_told_where_it_needs_the_program():

@@ -23,7 +23,10 @@ LOSES = {"nearest": {*WRITES, "decay alone", "v after a drop"}, "kahan": {"v aft
 WRONG = {"stochastic-4bit": {"v after a drop"}}
 
 
-@pytest.mark.parametrize("name", subjects.OUR_OPTIMIZERS)
+OURS = "nearest stochastic kahan split stochastic-8bit stochastic-4bit".split()
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_ours_keeps_to_what_it_claims(name):
     if "bit" in name:
         pytest.importorskip("bitsandbytes" if "8bit" in name else "torchao")
@@ -149,22 +152,17 @@ def test_an_optimiser_is_given_what_its_constructor_takes(mine):
         ("nonsense", "write module:Class"),
         ("ours:fastest", "ours are nearest, stochastic"),
         ("no_such_package:AdamW", "can't be imported"),
-        ("no_such.py:AdamW", "there is no file"),
         ("broken.py:AdamW", "no_such_package"),
         ("torch.optim:Adamw", "has no class Adamw"),
         ("torch.nn:Linear", "neither derives from torch.optim.Optimizer nor is an average"),
-        ("torch.optim:AdamW(lr)", "plain values"),
         ("torch.optim:AdamW(eps=one)", "plain values"),
         ("torch.optim:AdamW(eps=1", "plain values"),
         ("torch.optim:AdamW(decay=1)", "unexpected keyword argument 'decay'"),
         ("torch.optim:AdamW(eps=-1)", "Invalid epsilon"),
         ("mine.py:NoRate", "takes no lr"),
         ("mine.py:HandsOn(more=1)", "unexpected keyword argument 'betas'"),
-        ("mine.py:Slow(update_before=1)", "update_before"),
         ("mine.py:NeverMoves", "can't be stepped with bf16 weights (RuntimeError: no step)"),
         ("torch.optim:LBFGS", "argument: 'closure'"),
-        ("torch.optim:SparseAdam", "does not support dense gradients"),
-        ("script_that_ends.py:Mine", "can't be imported (SystemExit: 5)"),
         ("script_that_ends:Mine", "can't be imported (it calls sys.exit(5))"),
     ],
 )
