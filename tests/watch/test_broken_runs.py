@@ -1,5 +1,5 @@
-"""Broken runs that go on as if nothing were wrong: each is named with its cause, and healthy ones beside them
-are not.
+"""Broken runs that go on as if nothing were wrong: each is named with its cause. Healthy ones beside them,
+whose gradients change by plan, are in healthy/steps.py.
 """
 
 import pytest
@@ -113,93 +113,9 @@ GRADIENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("sgd", [False, True], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("change, tensor, words, severity", GRADIENTS.values(), ids=GRADIENTS)
-def test_a_changed_gradient_is_named(change, tensor, words, severity, sgd):
-    make = (lambda params: torch.optim.SGD(params, lr=1e-3)) if sgd else None
-    says(Loop(change, make=make).watch, "grads", tensor, words, severity)
-
-
-def clipped(loop):
-    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
-
-
-def clipped_by_value(loop):
-    nn.utils.clip_grad_value_(loop.model.parameters(), 1e-4)
-
-
-def clipped_each(loop):
-    for p in loop.model.parameters():
-        nn.utils.clip_grad_norm_([p], 0.01)
-
-
-def noisy(loop):
-    for p in loop.model.parameters():
-        p.grad.add_(torch.randn_like(p), alpha=float(p.grad.std(correction=0)))
-
-
-def centred(loop):
-    for p in loop.model.parameters():
-        if p.dim() > 1:
-            p.grad.sub_(p.grad.mean(1, keepdim=True))
-
-
-def sharpened(loop):
-    """SAM: a second backward pass at other weights."""
-    with torch.no_grad():
-        moved = [0.05 * p.grad / p.grad.norm() for p in loop.named.values()]
-        for p, way in zip(loop.named.values(), moved, strict=True):
-            p.add_(way)
-    loop.forward()
-    with torch.no_grad():
-        for p, way in zip(loop.named.values(), moved, strict=True):
-            p.sub_(way)
-
-
-def inner_gradient(loop):
-    """MAML and Hessian-vector products ask for gradients that no step reads."""
-    x = torch.randn(32, 16)
-    torch.autograd.grad(loop.model(x).square().mean(), list(loop.model.parameters()))
-
-
-@pytest.mark.parametrize(
-    "change", [clipped, clipped_by_value, clipped_each, noisy, centred, sharpened, inner_gradient]
-)
-def test_gradients_that_are_changed_by_plan_are_healthy(change):
-    watch = Loop(change).watch
-    assert losing(watch) == set(), str(watch)
-
-
-def test_an_inner_gradient_is_no_micro_batch():
-    """MAML's, of a bf16 net, whose second derivative is what the step reads."""
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)).bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    watch = Watch(model, optimizer, every=2)
-    for step in range(12):
-        torch.manual_seed(step)
-        x = torch.randn(16, 16).bfloat16()
-        params = dict(model.named_parameters())
-        loss = nn.functional.mse_loss(torch.func.functional_call(model, params, (x,)), x)
-        inner = torch.autograd.grad(loss, list(params.values()), create_graph=True)
-        fast = {name: p - 0.1 * g for (name, p), g in zip(params.items(), inner, strict=True)}
-        optimizer.zero_grad()
-        nn.functional.mse_loss(torch.func.functional_call(model, fast, (x,)), x).backward()
-        optimizer.step()
-    assert "accumulate" not in {site for site, _ in losing(watch)}, str(watch)
-
-
-def test_a_gradient_of_0_by_design_is_a_note():
-    """A Wasserstein critic's last bias."""
-    torch.manual_seed(0)
-    critic = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
-    optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-4)
-    watch = Watch(critic, optimizer, every=2)
-    for _ in range(10):
-        optimizer.zero_grad()
-        (critic(torch.randn(32, 2)).mean() - critic(torch.randn(32, 2) + 1).mean()).backward()
-        optimizer.step()
-    assert losing(watch) == set(), str(watch)
-    assert [f.tensor for f in watch.findings()] == ["2.bias"]
+def test_a_changed_gradient_is_named(change, tensor, words, severity):
+    says(Loop(change).watch, "grads", tensor, words, severity)
 
 
 def test_a_loss_that_does_not_depend_on_the_net_is_named():
@@ -216,9 +132,7 @@ def test_a_loss_that_does_not_depend_on_the_net_is_named():
 # ---- fp16 and values that are not finite -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop, torch.optim.NAdam]
-)
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_states_in_fp16_are_named_and_not_the_gradients_that_they_break(make):
     watch = Loop(dtype=torch.half, make=lambda params: make(params, lr=1e-3)).watch
     says(watch, "exp_avg_sq", FIRST, "in fp16 the optimiser's eps is 0", "severe")

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from test_doctor_offline import trained, whole
 
 from lowprec.watch import compare
 from lowprec.watch.checkpoints import read_checkpoint
@@ -42,10 +41,6 @@ def sharded(path, tensors, suffix="safetensors", name="model"):
         index |= dict.fromkeys(part, file)
     (path / f"{name}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return path
-
-
-def index_alone(path, tensors):
-    return sharded(path, tensors) / "model.safetensors.index.json"
 
 
 def pickled_shards(path, tensors):
@@ -97,14 +92,11 @@ def within(path, tensors):
 
 KEPT = {
     "shards": sharded,
-    "index": index_alone,
     "shards of torch.save": pickled_shards,
     "both indices": both_indices,
     "a folder of one file": one_file,
     "DCP": distributed,
     "Lightning": of_lightning,
-    "module.": prefixed("module."),
-    "_orig_mod.": prefixed("_orig_mod."),
     "both": prefixed("module._orig_mod."),
     "_orig_mod. within": within,
 }
@@ -112,24 +104,12 @@ KEPT = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("save", KEPT.values(), ids=KEPT)
-@pytest.mark.parametrize("first", [single, None], ids=["beside one file", "both"])
-def test_a_checkpoint_is_read_however_it_is_kept(tmp_path, pair, save, first):
+def test_a_checkpoint_is_read_however_it_is_kept(tmp_path, pair, save):
     before, after, stood = pair
-    start = (first or save)(tmp_path / "before", before)
+    start = single(tmp_path / "before", before)
     assert compare.compare(start, save(tmp_path / "after", after)).status == 0
     found = compare.compare(start, save(tmp_path / "stood", stood)).findings
     assert [f.site for f in found] == ["update"] and "layers.3" in found[0].tensor
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_states_in_a_dcp_folder_are_read(tmp_path):
-    for steps, name in ((5, "early"), (30, "late")):
-        content = whole(*trained(steps))
-        if name == "late":
-            content["optimizer"]["state"][3]["exp_avg_sq"].zero_()
-        dcp.save(content, checkpoint_id=tmp_path / name)
-    found = compare.compare(tmp_path / "early", tmp_path / "late").findings
-    assert [(f.site, f.tensor) for f in found] == [("exp_avg_sq", "optimizer.3")]
 
 
 def test_a_real_checkpoint_of_lightning_is_read(tmp_path):
@@ -183,7 +163,6 @@ def after_a_step(make):
 EIGHT_BITS = {
     "torchao": (lambda: torchao_state("AdamW8bit"), 0.05),
     "torchao, 4 bits": (lambda: torchao_state("AdamW4bit"), 0.5),
-    "torchao, FP8": (lambda: torchao_state("AdamWFp8"), 0.1),
     "bitsandbytes": (lambda: bnb_state, 0.05),
 }
 
@@ -205,11 +184,7 @@ def test_states_in_codes_are_decoded(tmp_path, kind):
 
 # ---- Adapters ----------------------------------------------------------------------------------------------
 
-FACTORS = [
-    ("lora_A.weight", "lora_B.weight"),
-    ("lora_down.weight", "lora_up.weight"),
-    ("hada_w2_b", "hada_w2_a"),
-]
+FACTORS = [("lora_A.weight", "lora_B.weight"), ("hada_w2_b", "hada_w2_a")]
 
 
 @pytest.mark.parametrize("down, up", FACTORS)
@@ -249,14 +224,8 @@ def cast(*dtypes):
 # dtypes of the earlier file, of the later one, and what it is a copy in
 COPIES = {
     "bf16": ((FP32,), (BF16,), "bf16"),
-    "fp16": ((FP32,), (FP16,), "fp16"),
     "e4m3": ((FP32,), (E4M3,), "fp8_e4m3fn"),
-    "e5m2 of bf16": ((BF16,), (E5M2,), "fp8_e5m2"),
-    "fp64 to fp32": ((FP64,), (FP32,), "fp32"),
-    "fp16 of bf16": ((BF16,), (FP16,), "fp16"),
     "bf16 in fp32": ((FP32,), (BF16, FP32), "bf16"),
-    "bf16 in fp16": ((FP32,), (BF16, FP16), "bf16"),
-    "fp16 in fp64": ((FP64,), (FP16, FP64), "fp16"),
     "e4m3 in bf16": ((FP32,), (E4M3, BF16), "fp8_e4m3fn"),
     "bf16 to fp32, nothing lost": ((BF16,), (FP32,), None),
 }

@@ -78,12 +78,6 @@ def named(capsys, words, status=1):
     return sites
 
 
-def test_weights_that_trained_are_healthy(tmp_path, capsys):
-    before, after = trained(0)[0].state_dict(), trained(30)[0].state_dict()
-    for suffix in ("safetensors", "pt", "bin"):
-        assert named(capsys, files(tmp_path, before, after, suffix), 0) == {}
-
-
 def test_a_whole_checkpoint_is_healthy(tmp_path, capsys):
     assert named(capsys, files(tmp_path, whole(*trained(5)), whole(*trained(30))), 0) == {}
 
@@ -92,12 +86,6 @@ def test_bf16_weights_that_do_not_move_are_named(tmp_path, capsys):
     before, after = (trained(steps, BF16, lr=1e-5)[0].state_dict() for steps in (0, 30))
     sites = named(capsys, files(tmp_path, before, after, "safetensors"))
     assert sites["gains"] == ["1.weight"] and "2.weight" in sites["update"]
-
-
-def test_one_layer_that_did_not_train(tmp_path, capsys):
-    before, after = trained(0)[0].state_dict(), trained(30)[0].state_dict()
-    after["2.weight"] = before["2.weight"]
-    assert named(capsys, files(tmp_path, before, after)) == {"update": ["2.weight"]}
 
 
 def test_nothing_moved(tmp_path, capsys):
@@ -241,21 +229,7 @@ def test_weights_alone_behind_a_whole_checkpoint_are_no_fault(tmp_path, capsys):
     assert "holds no optimiser" in str(compare.compare(before, after))
 
 
-def test_a_weight_whose_name_ends_in_ema_by_chance_is_no_average(tmp_path, capsys):
-    names = ("user_email.weight", "schema_of.weight", "fc.weight")
-    before = {name: torch.randn(8, 8) for name in names}
-    after = {**before, "fc.weight": before["fc.weight"] + 1}
-    assert "0 of an average" in str(compare.compare(*files(tmp_path, before, after)))
-
-
-def test_the_optimiser_alone_tells_too(tmp_path, capsys):
-    early, late = ({"optimizer": saved(steps)["optimizer"]} for steps in (5, 30))
-    assert named(capsys, files(tmp_path, early, late), 0) == {}
-    lost(0, 3)(late)
-    assert named(capsys, files(tmp_path, early, late)) == {"state": [""]}
-
-
-@pytest.mark.parametrize("step", ["seven", [1, 2], torch.ones(2), float("nan"), -5, None])
+@pytest.mark.parametrize("step", ["seven", torch.ones(2), float("nan"), None])
 def test_a_strange_step_counter_ends_in_no_traceback(tmp_path, capsys, step):
     early, late = saved(5), saved(30)
     of_one("step", step)(late)
@@ -281,26 +255,13 @@ def test_a_tensor_whose_gradients_were_all_zero_is_no_reset(tmp_path, capsys):
     assert "exp_avg_sq" not in named(capsys, files(tmp_path, early, late))  # that it did not move is named
 
 
-def test_a_parameter_without_a_gradient_has_no_state(tmp_path, capsys):
-    early, late = saved(5), saved(30)
-    for checkpoint in (early, late):
-        del states(checkpoint)[1]
-    late["model"]["1.weight"] = early["model"]["1.weight"] = torch.rand(16)
-    assert named(capsys, files(tmp_path, early, late)) == {"update": ["model.1.weight"]}
-
-
 def test_an_optimiser_before_its_first_step_has_no_state(tmp_path, capsys):
     assert named(capsys, files(tmp_path, saved(0), saved(30)), 0) == {}
 
 
 OTHERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
     "SGD with momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "AMSGrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "two groups": lambda p: torch.optim.AdamW([{"params": p[3:]}, {"params": p[:3], "weight_decay": 0.0}]),
     "ours": lambda p: rounded.AdamW(p, lr=1e-3, compiled=False),
@@ -320,16 +281,6 @@ def test_states_of_other_optimisers_are_healthy(tmp_path, capsys, make):
             optimizer.step()
         pair.append(copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer.state_dict()}))
     assert named(capsys, files(tmp_path, *pair), 0) == {}
-
-
-def test_weights_in_8_bits_are_compared(tmp_path, capsys):
-    before, after = ({"w": torch.randn(64, generator=seed).to(torch.float8_e4m3fn)} for seed in seeds(2))
-    assert named(capsys, files(tmp_path, before, after), 0) == {}
-    assert named(capsys, files(tmp_path, before, before)) == {"update": [""]}
-
-
-def seeds(count):
-    return [torch.Generator().manual_seed(i) for i in range(count)]
 
 
 # ---- Bad input ---------------------------------------------------------------------------------------------

@@ -56,12 +56,6 @@ def test_noise_that_is_biased_in_all_tensors_is_not_called_shared():
     assert len(texts) >= 3 and all("errs toward zero" in text for text in texts)
 
 
-def test_there_are_enough_of_them():
-    found = [case for case in planted.FAULTS if not case.missed]
-    assert len(found) >= 24 and len({case.client for case in found}) >= 4
-    assert len(planted.HEALTHY) >= 20
-
-
 def test_the_page_holds_the_table_of_findings():
     """`python -m lowprec.watch.findings docs/faults.md` writes it."""
     assert findings.table() in faults.PAGE.read_text()

@@ -14,7 +14,7 @@ from lowprec.watch.writes import Tally, Writes
 # ---- Samples -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(4096, 4096), (1024, 1024, 3, 3), (768, 3072), (50304, 768), (256, 65536)])
+@pytest.mark.parametrize("shape", [(4096, 4096), (1024, 1024, 3, 3), (50304, 768)])
 def test_a_sample_sees_all_columns(shape):
     # only the values are needed: each entry holds its own column
     columns = torch.arange(shape[-1], dtype=torch.float32).expand(shape)
@@ -77,8 +77,7 @@ WRITING = {
 
 
 @pytest.mark.parametrize("dtype, options", WRITING.values(), ids=WRITING)
-@pytest.mark.parametrize("scale", [0.3, torch.tensor(0.3)], ids=["number", "tensor"])
-def test_the_report_counts_what_was_written(dtype, options, scale):
+def test_the_report_counts_what_was_written(dtype, options, scale=0.3):
     torch.manual_seed(0)
     optimizer, params = adamw(torch.randn(70, 60).to(dtype), torch.randn(5).to(dtype), lr=3e-3, **options)
     for _ in range(3):
