@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 
 import numpy as np
 
@@ -144,6 +146,24 @@ def shown(root, name="001-rounding"):
 
 # ---- A train.py --------------------------------------------------------------------------------------------
 
+
+class Typed:
+    """In place of a process of run.py's fork server: the same words typed in a shell."""
+
+    def __init__(self, target, args):
+        self.words, self.log, self.folder, self.environment = args
+        self.child = None
+
+    def start(self):
+        options = dict(cwd=self.folder, env=self.environment, stdout=subprocess.DEVNULL)
+        with open(self.log, "w") as messages:
+            self.child = subprocess.Popen([sys.executable, *self.words], stderr=messages, **options)
+
+    @property
+    def exitcode(self):
+        return self.child.poll()
+
+
 FAKE = r"""
 import json, os, signal, sys, time
 from pathlib import Path
@@ -175,7 +195,7 @@ write(folder / "env.json", {**machine, "commit": "b" * 40, "clean": True})
 if "nearest" in str(folder) and value("--seed") == "1":
     print(f"50%|##\rtrain.py: the loss is nan at step 2; {folder} is kept", file=sys.stderr)
     sys.exit(2)
-if "WAIT" in os.environ:
+if os.environ.get("WAIT"):
     signal.signal(signal.SIGTERM, stop)
     (folder / "started").write_text(str(os.getpid()))
     time.sleep(30)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lab import FAKE, SECOND, TOML, commands, draw_quickly, fails, record, records_of, second, write
+from lab import FAKE, SECOND, TOML, Typed, commands, draw_quickly, fails, record, records_of, second, write
 
 from experiments import report, run
 from experiments.log import definition
@@ -55,12 +55,6 @@ def test_the_commands_are_those_a_person_types(folder, capsys):
     ]
 
 
-def test_a_dry_run_prints_the_runs_folder_that_is_asked_for(folder, capsys, tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    lines = commands(capsys, folder, "--seeds", "0", "--runs", str(elsewhere))
-    assert lines[0].endswith(f"--runs {elsewhere}") and f"--sample {elsewhere}/001-fp32-seed0" in lines[2]
-
-
 def test_what_is_recorded_is_skipped(folder, capsys):
     experiment = definition.load_experiment("1", folder)
     records = [record(experiment, name, 0, 1.0) for name in ("fp32", "nearest")]
@@ -90,10 +84,17 @@ ENVIRONMENT |= {"commit": "d" * 40, "clean": True}  # of the machine that sample
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """A train.py that does nothing, quickly; validation still asks the real one."""
+    monkeypatch.setenv("WAIT", "")  # whatever the fork server was started with
     (tmp_path / "train.py").write_text(FAKE)
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "environment", lambda device: ENVIRONMENT)
     monkeypatch.setattr(log, "environment", lambda device: ENVIRONMENT)
+
+
+@pytest.fixture
+def quick(fake, monkeypatch):
+    """The same, started by itself: it needs none of the libraries that the fork server imports."""
+    monkeypatch.setattr(run, "fork_server", lambda: SimpleNamespace(Process=Typed))
 
 
 def test_no_link_of_a_chain_starts_after_one_that_failed(tmp_path, monkeypatch):
@@ -127,7 +128,7 @@ def test_no_link_of_a_chain_starts_after_one_that_failed(tmp_path, monkeypatch):
     assert started == ["a", "d"]
 
 
-def test_records_hold_scores_and_failures(folder, fake, capsys):
+def test_records_hold_scores_and_failures(folder, quick, capsys):
     words = ["001", "--seeds", "0", "1", "--jobs", "3", "--arm", "sampler", "nearest", "fp32"]
     assert run.main(words, folder) == 0
     assert "nearest, seed 1 failed: the loss is nan at step 2" in capsys.readouterr().err
@@ -168,7 +169,7 @@ def test_records_hold_scores_and_failures(folder, fake, capsys):
     assert done == total  # the bar counts a training that is repeated once
 
 
-def test_a_run_beside_records_of_another_kind_of_cpu_is_refused(folder, fake, capsys, monkeypatch):
+def test_a_run_beside_records_of_another_kind_of_cpu_is_refused(folder, quick, capsys):
     experiment = definition.load_experiment("1", folder)
     records = [record(experiment, "fp32", seed, 1.0) for seed in experiment.seeds]
     records[1]["env"] = {**records[1]["env"], "cpu": "another"}
@@ -359,7 +360,7 @@ def test_check_is_exact_on_the_same_machine(folder):
     assert not same and "1 of 5 scores differ, the first ema.label_accuracy" in said
 
 
-def test_check_on_another_machine_compares_the_gap_of_a_pair(folder, fake, capsys):
+def test_check_on_another_machine_compares_the_gap_of_a_pair(folder, quick, capsys):
     assert run.main(["001", "--arm", "fp32", "sampler", "--seeds", "0"], folder) == 0
     path = folder / "001-rounding/results.jsonl"
     before = path.read_text().replace('"cpu": "c"', '"cpu": "another"')
@@ -375,15 +376,10 @@ def test_check_on_another_machine_compares_the_gap_of_a_pair(folder, fake, capsy
     assert "fp32, seed 0: NOT COMPARED" in capsys.readouterr().out
 
 
-def test_two_cpus_of_one_name_are_two_kinds_where_one_multiplies_bf16():
-    for bf16, kind in (([], "c, no bf16"), (["x", "y"], "c, x")):
-        assert run.machine_of({"env": {"cpu": "c @ 2 GHz", "bf16": bf16}}) == kind
-
-
 # ---- What experiments share --------------------------------------------------------------------------------
 
 
-def test_an_arm_reads_samples_or_starts_from_another_experiments_run(folder, fake, capsys, monkeypatch):
+def test_an_arm_reads_samples_or_starts_from_another_experiments_run(folder, quick, capsys):
     experiment = second(folder)
     assert [a.source.name for a in experiment.arms] == ["fp32", "fp32", "sampler", "sampler", "student"]
     assert {a.trained.experiment.number for a in experiment.arms[:4]} == {"001"}

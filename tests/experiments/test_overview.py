@@ -3,7 +3,6 @@
 import itertools
 import shutil
 import statistics
-from types import SimpleNamespace
 
 import pytest
 from lab import TOML, record, write
@@ -84,16 +83,6 @@ def test_a_cell_whose_own_page_waits_is_open_and_never_bold(folder):
     assert "not measured" in groups and "fewer than six pairs" in groups
 
 
-def test_a_look_at_a_stricter_level_has_a_wider_interval(folder):
-    experiment, known = with_losses(folder, {"nearest": 0.03})
-    halves = []
-    for level in (0.05, 0.035):
-        experiment.looks = [{"pairs": 6, "level": level}]
-        [setting] = overview.settings([experiment], known)
-        halves.append(setting.cells["--pure_bf16"].change.half)
-    assert halves[0] < halves[1]
-
-
 def test_against_autocast_an_fp32_run_that_both_share_cancels():
     low = overview.Cell({0: [1.02], 1: [1.03], 7: [9.0]})
     autocast = overview.Cell({0: [1.01], 1: [1.02]}, level=0.02)
@@ -106,10 +95,9 @@ def test_against_autocast_an_fp32_run_that_both_share_cancels():
 def test_groups_are_found_by_flags(folder):
     experiment, known = with_losses(folder, {"nearest": 0.03})
     assert [one.group for one in overview.settings([experiment], known)] == [overview.SMALL]
-    for flags in (["--optimizer", "lion"], ["--eps", "1e-6"], ["--init_scale", "4"]):
-        again, known = with_losses(folder, {"nearest": 0.03})
-        again.common.extend(flags)
-        assert [one.group for one in overview.settings([again], known)] == [overview.OTHER]
+    again, known = with_losses(folder, {"nearest": 0.03})
+    again.common.extend(["--eps", "1e-6"])
+    assert [one.group for one in overview.settings([again], known)] == [overview.OTHER]
 
 
 def test_bold_is_what_withstands_holm_over_its_table():
@@ -117,13 +105,6 @@ def test_bold_is_what_withstands_holm_over_its_table():
     open_ones = [overview.Cell({0: [1.0 + i / 1e3], 1: [0.99], 2: [1.02]}) for i in range(12)]
     assert alone.change.p < 0.05 and overview.withstanding([alone]) == {id(alone)}
     assert overview.withstanding([alone, *open_ones]) == set()
-
-
-def test_a_fall_of_the_loss_is_told_in_steps():
-    steps = list(range(100, 2001, 100))
-    curves = {"step": steps, "loss": [2.0 * 0.9999**step for step in steps]}
-    assert overview.fall_of_loss({"curves": curves}) == pytest.approx(1e-4, rel=1e-3)
-    assert overview.fall_of_loss({"curves": {"step": steps[:6], "loss": [1.0] * 6}}) is None
 
 
 def test_a_row_whose_loss_lies_above_0_is_called_slightly_worse(folder):
@@ -157,13 +138,6 @@ def test_a_figure_of_a_group_that_is_not_there_is_refused(folder):
     for words in ("text: to nearest.median", f"{overview.SMALL}: to nearest.harmony", "all: quickly.median"):
         with pytest.raises(Refused, match=words):
             overview.figure_of(words, found)
-
-
-def test_the_index_says_in_words_what_was_found(folder):
-    experiment, known = with_losses(folder, {})
-    experiment.found, experiment.about = "Nothing at all", "noise"
-    assert front.index([experiment], known).endswith("noise?**\n\n- [001] Nothing at all")
-    assert front.index([experiment], {}) == "Predicted, not run yet: 001"
 
 
 def test_a_table_takes_the_place_of_the_one_below_its_marker():
@@ -218,14 +192,3 @@ def test_a_second_reading_tells_the_last_weights_and_gives_no_verdict(folder):
     [nearest] = [row for row in rows if row.startswith("| nearest ")]
     assert "+1.000 [+1.000, +1.000]" in nearest and "+100.00 [+100.00, +100.00]" in nearest
     assert "equal" not in nearest and "worse" not in nearest
-
-
-def test_missed_predictions_are_counted_on_the_front_page_and_listed_on_their_own(tmp_path):
-    missed = {"001": [], "002": ["one"], "003": ["two", "three"]}
-    experiments = []
-    for number, titles in missed.items():
-        experiments.append(SimpleNamespace(number=number, missed=titles, folder=tmp_path / f"{number}-name"))
-    assert front.missed_told(experiments, "log").startswith("[3 in 2 of the experiments](log/missed.md)")
-    last = front.missed_page(experiments).splitlines()[-3:]
-    assert last[0] == "- [002](002-name/README.md) one"
-    assert last[1:] == ["- [003](003-name/README.md) two", "- [003](003-name/README.md) three"]

@@ -1,11 +1,10 @@
 """experiments/report.py: the tables of a page and its pictures, of a log made here."""
 
-import json
 import math
 
 import numpy as np
 import pytest
-from lab import SECOND, TOML, commands, draw_quickly, page, record, records_of, second, shown, table, write
+from lab import TOML, commands, draw_quickly, page, record, records_of, second, shown, table, write
 from scipy import stats
 
 from experiments import report
@@ -87,16 +86,6 @@ def test_every_number_of_the_table_comes_from_the_results(folder):
     assert "Cost of these records: 6 min on 2 cores" in page(folder)  # 18 runs of 36 s
 
 
-@pytest.mark.parametrize("reason", ["Half of what nearest costs.", ""])
-def test_a_margin_without_a_reason_is_not_shown(folder, reason):
-    lines = TOML.replace("Half of what nearest costs.", reason)
-    write(folder, lines, records_of(definition.load_experiment("1", folder)))
-    assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
-    row = table(folder)["sampler"]
-    reached, _, _ = row["achieved margin"].partition(" ")
-    assert row["verdict"] == f"slightly worse, within {'0.5' if reason else reached}"
-
-
 def test_the_achieved_margin_is_the_farther_end_of_the_90_percent_interval(folder):
     experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     records = records_of(experiment)
@@ -152,22 +141,6 @@ def test_the_loss_stands_beside_the_score(folder):
     assert shown(folder)["sampler"]["share of nearest's harm: score, loss"].endswith("-")
 
 
-def test_reference_levels_are_those_of_the_same_number_of_samples(folder):
-    """An experiment that samples from another's training, with fewer samples, has a floor of its own."""
-    experiment = second(folder)
-    trained = [record(definition.load_experiment("1", folder), "fp32", s, 1.0) for s in experiment.seeds]
-    write(folder, TOML, trained)
-    own = SECOND.replace('baseline = "fp32"', 'baseline = "sampler"')
-    experiment = second(folder, own.replace("[0, 1, 2, 3, 4, 5]", "[0, 1, 2]"))
-    fewer = {"floor": {"frechet": 0.3}, "ceiling": {"frechet": 50.0}}
-    sampled = [record(experiment, "sampler", s, 1.0, reference=fewer) for s in experiment.seeds]
-    (folder / "002-more/results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in sampled))
-    known = log.recorded(definition.load_experiment("1", folder)) | log.recorded(experiment)
-    assert analysis.levels(experiment, known) == {"real images": 0.3, "noise": 50.0}
-    first = definition.load_experiment("1", folder)
-    assert analysis.levels(first, known) == {"real images": 0.1, "noise": 60.0}
-
-
 def test_pairs_of_two_kinds_of_cpu_are_marked(folder):
     experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     records = records_of(experiment)
@@ -178,26 +151,6 @@ def test_pairs_of_two_kinds_of_cpu_are_marked(folder):
     assert report.main([], folder, document) == 0
     assert [row["n"] for row in table(folder).values()] == ["6", "6, 4 across CPUs", "6"]
     assert "different kinds of CPU: nearest 4 of 6." in page(folder)
-
-
-def test_a_clock_in_a_cpus_name_makes_no_other_kind(folder):
-    experiment = definition.load_experiment("1", folder)
-    records = records_of(experiment)
-    for r in records:
-        clock = " @ 2.10GHz" if r["arm"] == "nearest" else ""
-        r["env"] = {**r["env"], "cpu": "Intel(R) Xeon(R) Processor" + clock}
-    write(folder, TOML, records)
-    assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
-    assert "across CPUs" not in str(table(folder)) and "different kinds of CPU" not in page(folder)
-
-
-def test_many_verdicts_have_a_note(folder):
-    more = "".join(f'[[arms]]\nname = "a{i}"\nflags = ["--lr", "1e-{i + 2}"]\n' for i in range(4))
-    write(folder, TOML + more)
-    experiment = definition.load_experiment("1", folder)
-    write(folder, TOML + more, records_of(experiment, shift=(0.0, 0.9, 0.01, 0.02, 0.0, 0.01, 0.9)))
-    assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
-    assert "6 comparisons stand together." in page(folder) and "with Holm's correction" in page(folder)
 
 
 def test_what_waits_for_a_look_is_not_counted(folder):
@@ -213,16 +166,6 @@ def test_what_waits_for_a_look_is_not_counted(folder):
     write(folder, toml, shifted)
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
     assert "6 comparisons stand together. Each alone at 3.5 %" in page(folder)
-
-
-def test_no_loss_is_judged_by_the_runs_that_did_not_diverge(folder):
-    experiment = definition.load_experiment("1", folder)
-    records = [{**r, "final_loss": 1.0 + 0.001 * r["seed"]} for r in records_of(experiment)]
-    known = {("001", r["arm"], r["seed"]): r for r in records}
-    arm = experiment.arm("nearest")
-    assert analysis.loss_comparison(experiment, arm, known)[2] is not None
-    known["001", "nearest", 0] = {"arm": "nearest", "seed": 0, "failed": "the loss is nan at step 2"}
-    assert analysis.loss_comparison(experiment, arm, known)[2] is None
 
 
 def test_again_changes_nothing_and_the_prose_stays(folder):
@@ -379,28 +322,6 @@ def test_a_picture_is_drawn_again_when_its_data_or_its_version_change(tmp_path, 
     assert path.read_bytes() == third
 
 
-def test_what_is_kept_for_backward_is_a_column_where_arms_compare_by_it(folder):
-    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
-    records = records_of(experiment)
-    write(folder, TOML, records)
-    assert report.main([], folder, document) == 0
-    assert "kept for backward" not in page(folder) and "kept for backward, MiB" not in table(folder)["fp32"]
-    for r in records:
-        if r["arm"] == "nearest":  # of one arm alone: nothing to compare with
-            r["activation_bytes"] = 5 * 2**20
-    write(folder, TOML, records)
-    assert report.main([], folder, document) == 0
-    assert table(folder)["nearest"]["kept for backward, MiB"] == "5" and "kept for" not in page(folder)
-    for r in records:
-        if r["arm"] != "sampler":
-            r["activation_bytes"] = 5 * 2**20 // (2 if r["arm"] == "nearest" else 1)
-    write(folder, TOML, records)
-    assert report.main([], folder, document) == 0
-    for rows in (table(folder), shown(folder)):
-        kept = [rows[arm]["kept for backward, MiB"] for arm in ("fp32", "nearest", "sampler")]
-        assert kept == ["5", "2.5", "-"]
-
-
 CELLS = {"stochastic-fp32": 0.1, "stochastic-bf16": 10.0, "nearest-fp32": 0.3, "nearest-bf16": 15.0}
 
 
@@ -465,30 +386,6 @@ def test_effects_of_factors_are_ratios_of_cells(folder):
     assert drawn == {"curves.png", "factorial.png", "series.png", "ranges.png"}
     known = {k: r for k, r in log.recorded(experiment).items() if k[1] != "nearest-fp32"}
     assert curves.factorials(experiment, known) == []  # a missing cell: no effects
-
-
-def test_factors_without_every_cell_have_the_effects_that_can_be_told(folder):
-    """Arms that were never planned, scores of 0, one level only: nothing of it is a traceback."""
-    document = folder.parent / "EXPERIMENTS.md"
-    pair = (
-        factors()
-        .replace('"nearest-bf16"', '"other"')
-        .replace('cell = {update = "nearest", ema = "bf16"}', "")
-    )
-    for toml, score, expected in [
-        (pair, 1.0, {"update nearest", "ema bf16"}),
-        (factors().replace('ema = "bf16"', 'ema = "fp32"'), 1.0, {"update nearest"}),
-        (factors(), 0.0, set()),
-    ]:
-        write(folder, toml)
-        experiment = definition.load_experiment("1", folder)
-        records = []
-        for seed in experiment.seeds:
-            records += [record(experiment, arm.name, seed, score * (1 + seed)) for arm in experiment.arms]
-        write(folder, toml, records)
-        assert report.main(["--check"], folder, document) == 1
-        groups = curves.factorials(experiment, log.recorded(experiment))
-        assert {name for group in groups for name, *_ in group["effects"]} == expected
 
 
 def test_noise_of_gradients_and_covered_flops_are_columns_and_a_metric(folder, capsys):
