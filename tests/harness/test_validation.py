@@ -9,7 +9,6 @@ import pytest
 import torch
 from cli import SEGMENT, after_step, assert_same, checkpoint, command, metrics, one_line, quick, summary
 
-import train
 import trainer
 from harness.run_folder import read_checkpoint
 from harness.validation import Validation, steps_an_epoch
@@ -40,11 +39,6 @@ def test_the_best_is_the_lowest_or_the_highest_and_never_nan():
     assert not first.take({"x": float("nan")}, 1) and first.best is None and not first.exhausted
     with pytest.raises(ValueError, match="lower or higher"):
         Validation(("x", "smaller"), 1, 0)
-
-
-def test_looks_are_due_every_so_many_steps():
-    assert [step for step in range(1, 10) if Validation(("x", "lower"), 3, 0).due(step)] == [3, 6, 9]
-    assert not any(Validation(("x", "lower"), 0, 0).due(step) for step in range(10))
 
 
 def test_an_epoch_shows_every_item_once():
@@ -138,14 +132,6 @@ def test_epochs_say_the_steps_and_when_to_look():
     assert checkpoint()["step"] == 12
 
 
-def test_a_run_older_than_validation_goes_on():
-    assert quick(steps=2) == 0
-    state = checkpoint()
-    del state["validation"]
-    torch.save(state, "runs/run/checkpoint.pt")
-    assert quick(steps=4) == 0 and checkpoint()["step"] == 4
-
-
 @pytest.mark.parametrize(
     "flags,said",
     [
@@ -176,8 +162,3 @@ def test_a_preset_resolves(path, capsys):
         key, colon, value = line.split("#")[0].partition(":")
         if colon and key != "image_size":
             assert resolved.get(key.strip(), "false").lower() == value.strip().lower(), line
-
-
-def test_the_presets_are_those_of_the_document():
-    assert {path.stem for path in CONFIGS} >= {"research", "production", "low-memory", "debug", "stable"}
-    assert train.DEFAULTS["early_stop"] == 0

@@ -270,6 +270,13 @@ ROWS = {
         errors("moment_errors", score=70.0),
         errors("moment_errors", score=50.0),
     ),
+    "no gradient": (
+        "grads",
+        "note",
+        "never has a gradient",
+        facts(looks=0, without=7),
+        facts(looks=6, without=1),
+    ),
     "few subnormal": (
         "grads",
         "moderate",
