@@ -1,5 +1,5 @@
 """Bad flags and YAML files. test_bad_run_files.py has the files of a run, test_checkpoints.py checkpoints,
-tasks/test_bad_data.py data, experiments/test_attacked_log.py experiments.
+tasks/test_data.py and test_folders.py data, experiments/test_wrong_experiments.py experiments.
 
 Each ends in one line and status 2 and changes nothing, or works. Nothing that a file brings is run, or
 decides where is written.

@@ -102,13 +102,6 @@ def test_training_ends_when_patience_does_and_the_same_command_does_nothing_more
     assert quick(*flags, steps=40) == 0
 
 
-def test_more_patience_goes_on(monkeypatch):
-    scripted(monkeypatch, [0.5, 0.4, 0.3, 0.2, 0.1])
-    assert quick(*LOOK, "--early_stop", 1, steps=40) == 0
-    assert quick(*LOOK, "--early_stop", 3, steps=40) == 0
-    assert checkpoint()["step"] == 8
-
-
 def test_a_resumed_run_has_waited_as_long_and_kept_the_same_best(monkeypatch):
     flags, scores = [*LOOK, "--early_stop", 3], [0.1, 0.5, 0.4, 0.3, 0.2]
     scripted(monkeypatch, scores)
