@@ -61,11 +61,12 @@ def test_json_that_is_no_object():
 # ---- Lines of metrics --------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(monkeypatch):
+@pytest.mark.parametrize("stop", [4, 6], ids=["after a line", "between two lines"])
+def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(stop, monkeypatch):
     flags = [*SEGMENT, "--log_every", 4]
     assert quick(*flags, name="whole", steps=8) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 6, lambda run: run.stop.ask(2))
+        after_step(patch, stop, lambda run: run.stop.ask(2))
         assert quick(*flags, name="stopped", steps=8) == 130
     assert quick(*flags, name="stopped", steps=8) == 0
     whole, stopped = ([(row["step"], row["loss"]) for row in metrics(name)] for name in ("whole", "stopped"))
