@@ -277,6 +277,27 @@ ROWS = {
         facts(looks=0, without=7),
         facts(looks=6, without=1),
     ),
+    "v cast": (
+        "exp_avg_sq",
+        "moderate",
+        "cast from fp32 to bf16",
+        facts(cast=(torch.float32, BF16, 3)),
+        None,
+    ),
+    "step stuck, narrow": (
+        "step",
+        "moderate",
+        "stands at 256: bf16 holds no 257",
+        facts(counted=(BF16, 1, 256.0)),
+        facts(counted=(torch.float32, 0, 256.0)),
+    ),
+    "v zero in fp16": (
+        "exp_avg_sq",
+        "severe",
+        "fp16 holds no squares so small",
+        facts(v_reset=(4, None), v_dtype=torch.half),
+        facts(v_reset=(4, None), v_dtype=BF16),
+    ),
     "few subnormal": (
         "grads",
         "moderate",
