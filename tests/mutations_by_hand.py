@@ -295,7 +295,7 @@ LOWPREC = (
         "Errors.add",
         "variance = f * (1 - f)",
         "variance = f",
-        ("watch/test_write_errors.py", "lowprec/test_optimizers.py test_watch"),
+        ("watch/test_planted_faults.py noise", "lowprec/test_optimizers.py test_watch"),
     ),
     ByHand(
         "norms-of-this-rank-alone",

@@ -318,28 +318,6 @@ def test_the_mean_of_writes_and_its_standard_error_are_those_of_the_draws(fracti
     assert all(mean < -0.01 for mean in cut), "down, whatever the sign"
 
 
-def test_an_optimiser_of_other_steps_is_measured_in_its_own():
-    class Doubled(Right):
-        def update(self, p, g, state, group, start):
-            super().update(p, g, state, {**group, "lr": 2 * group["lr"]}, start)
-
-    class Bf16Only(Right):
-        def gradient(self, p):
-            assert p.dtype == BF16, "only bfloat16"
-            return super().gradient(p)
-
-    for kind in (Doubled, Bf16Only):
-        subject = planted(kind)
-        assert subject.unit(64) == pytest.approx(2 if kind is Doubled else 1, rel=1e-2)
-        assert not found(subject, *WRITES) and subject.fp32 == (kind is Doubled)
-
-    class Bf16Nearest(Bf16Only, Nearest):
-        """What it wants is not to be seen on the weights themselves."""
-
-    findings = found(planted(Bf16Nearest), *WRITES)
-    assert all("writes are biased: " in findings[check].said for check in WRITES)
-
-
 def test_what_holds_of_each_entry_alone_is_not_claimed_where_entries_are_coupled():
     class ByNorm(Right):
         """Steps of the length of the whole gradient, and vectors are refused when it is made."""
@@ -362,15 +340,6 @@ def test_what_holds_of_each_entry_alone_is_not_claimed_where_entries_are_coupled
     assert results["sizes"].shown == "1 of 7, 6 refused" and results["sizes"].verdict == "holds"
     assert results["v after a drop"].shown != "1.00", "it keeps none"
     assert not any(results[check].verdict == "finding" for check in WRITES)
-
-
-def test_decay_by_way_of_the_gradient_is_no_finding():
-    class Coupled(Right):
-        def update(self, p, g, state, group, start):
-            g = g + group["weight_decay"] * p.float()
-            super().update(p, g, state, {**group, "weight_decay": 0.0}, start)
-
-    assert answer_of(CHECKS["decay alone"], planted(Coupled)).shown == "not decoupled"
 
 
 @pytest.mark.compiled

@@ -252,26 +252,6 @@ def test_an_arm_may_read_another_score_of_a_run_or_have_its_own_baseline(folder,
     assert rows["pair"]["verdict"].endswith("(against nearest)")
 
 
-def test_an_arm_may_read_a_score_that_counts_up_beside_one_that_counts_down(folder):
-    """Its verdict takes the other side; the column is of more than one metric."""
-    same = 'flags = []\nmetric = "ema.label_accuracy"\nmargin = 0.1\nbaseline = "fp32-up"\n'
-    same += "higher_is_better = true\n"
-    arms = "".join(f'[[arms]]\nname = "{arm}-up"\nof = "{arm}"\n{same}' for arm in ("fp32", "nearest"))
-    write(folder, TOML + arms)
-    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
-    records = records_of(experiment)
-    for r in records:
-        r["scores"]["ema"]["label_accuracy"] = 0.9 + r["seed"] / 1e3 - 0.3 * (r["arm"] == "nearest")
-    write(folder, TOML + arms, records)
-    assert report.main([], folder, document) == 0
-    rows = table(folder)
-    assert rows["nearest-up"]["score"].startswith("0.603 ") and rows["fp32"]["score"].startswith("1.")
-    assert rows["nearest-up"]["verdict"].startswith("worse") and rows["nearest"]["verdict"] == "worse"
-    write(folder, (TOML + arms).replace("higher_is_better = true", "higher_is_better = false"), records)
-    assert report.main([], folder, document) == 0
-    assert table(folder)["nearest-up"]["verdict"].startswith("better")
-
-
 def test_lost_markers_and_missing_scores_are_one_line(folder, capsys):
     experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     write(folder, TOML, records_of(experiment))
@@ -386,47 +366,6 @@ def test_effects_of_factors_are_ratios_of_cells(folder):
     assert drawn == {"curves.png", "factorial.png", "series.png", "ranges.png"}
     known = {k: r for k, r in log.recorded(experiment).items() if k[1] != "nearest-fp32"}
     assert curves.factorials(experiment, known) == []  # a missing cell: no effects
-
-
-def test_noise_of_gradients_and_covered_flops_are_columns_and_a_metric(folder, capsys):
-    toml = TOML.replace('flags = ["--pure_bf16"]', 'flags = ["--fp8"]')
-    toml = toml.replace("sampler=bf16", "generation=int8")
-    toml += """
-        [[arms]]
-        name = "noise"
-        of = "nearest"
-        flags = []
-        metric = "gradient_snr.bf16"
-        baseline = "noise"
-    """
-    write(folder, toml)
-    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
-    records = records_of(experiment)
-    for r in records:
-        if r["arm"] == "nearest":
-            r["gradient_snr"] = {"fp8": 20.0 + r["seed"], "bf16": 40.0}
-            r["flops_share"] = {"fp8": 0.953}
-        elif r["arm"] == "sampler":
-            r["flops_share"] = {"generation": 0.5}
-    write(folder, toml, records)
-    assert report.main([], folder, document) == 0
-    rows = table(folder)
-    assert rows["nearest"]["gradient SNR in FP8, dB"] == f"22.5 ± {np.std(range(6), ddof=1):.1f}"
-    assert rows["nearest"]["of the FLOPs"] == "95.3% in FP8"
-    assert rows["sampler"]["of the FLOPs"] == "50.0% in int8"
-    assert rows["fp32"]["of the FLOPs"] == rows["fp32"]["in bf16, dB"] == "-"
-    assert rows["noise"]["score"] == "40.000 ± 0.000" and rows["fp32"]["training loss"] != "-"
-    for r in records:
-        if r["arm"] == "nearest":
-            r["gradient_snr"] = {"fp4": 2.5, "bf16": 40.0}
-    write(folder, toml, records)
-    assert report.main([], folder, document) == 0
-    assert table(folder)["nearest"]["gradient SNR in FP4, dB"].startswith("2.5")
-    last = next(r for r in reversed(records) if r["arm"] == "nearest")
-    del last["gradient_snr"]["fp4"]
-    write(folder, toml, records)
-    assert report.main([], folder, document) == 2
-    assert "no score 'gradient_snr.fp4'" in capsys.readouterr().err
 
 
 def test_held_out_loss_against_bytes_a_parameter(folder):

@@ -21,26 +21,17 @@ trained, mine = attacked.trained, attacked.mine
 # ---- Files of a run ----------------------------------------------------------------------------------------
 
 JSON = {  # in place of a JSON file
-    "empty": b"",
     "half": b'{"flags": {"lr": 0.001',
     "binary": bytes(range(256)),
     "a list": b"[1]",
-    "a number": b"3",
-    "null": b"null",
     "deep": DEEP,
-    "deep object": b'{"a":' * 100_000,
-    "digits": b'{"flags": ' + b"9" * 5000 + b"}",
     "an empty object": b"{}",
 }
 OF_CONFIG = {"flags null": {"flags": None}, "flags a list": {"flags": []}}
 OF_METRICS = {
     "binary": bytes(range(256)) + b"\n",
     "a list": b"[1]\n",
-    "a number": b"3\n",
-    "null": b"null\n",
-    "a string": b'"x"\n',
     "deep": DEEP + b"\n",
-    "two on a line": b'{"step": 1}{"step": 2}\n',
     "digits": b'{"step": ' + b"9" * 5000 + b"}\n",
 }
 
@@ -75,8 +66,6 @@ def test_metrics_jsonl(name, mine, capsys):
 DAMAGES = {  # of lines that are JSON still
     "none": lambda lines: lines,
     "cut": lambda lines: lines[:1],
-    "empty": lambda lines: [],
-    "doubled": lambda lines: lines * 2,
     "another step": lambda lines: [lines[0].replace(b'"step": 1', b'"step": 2'), *lines[1:]],
     "no step": lambda lines: [b'{"loss": 1}\n', *lines[1:]],
 }
@@ -93,7 +82,7 @@ def test_lines_of_metrics_that_this_run_has_not_written_are_said(name, mine, cap
 
 
 @pytest.mark.parametrize("file", ["config.json", "checkpoint.pt", "metrics.jsonl", "summary.json", ".lock"])
-@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a loop", "a link to a device"])
+@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a link to a device"])
 def test_something_else_in_place_of_a_file(file, kind, mine, capsys):
     path = mine / file
     path.unlink(missing_ok=True)
@@ -102,13 +91,13 @@ def test_something_else_in_place_of_a_file(file, kind, mine, capsys):
     elif kind == "a pipe":
         os.mkfifo(path)
     else:
-        path.symlink_to(path.name if kind == "a loop" else "/dev/null")
+        path.symlink_to("/dev/null")
     steps = 2 if file == "summary.json" else 3
     is_refused(capsys, lambda: again(steps=steps))
     assert Path("/dev/null").is_char_device()
 
 
-@pytest.mark.parametrize("file", ["thesis.tex", "part", "a.part", "events.out", "config.json.old", ".ssh"])
+@pytest.mark.parametrize("file", ["thesis.tex", "a.part", "config.json.old"])
 def test_a_folder_of_someone_elses_is_refused(file, capsys):
     Path("runs/run").mkdir(parents=True)
     Path("runs/run", file).write_text("mine")
@@ -152,15 +141,11 @@ AGAIN = [*BASE, "--name", "run", "--steps", 3]
 CLOSED = {  # (file, its mode, what is asked)
     "config.json": ("runs/run/config.json", 0, AGAIN),
     "checkpoint.pt": ("runs/run/checkpoint.pt", 0, AGAIN),
-    "metrics.jsonl": ("runs/run/metrics.jsonl", 0, AGAIN),
-    "summary.json": ("runs/run/summary.json", 0, [*AGAIN, "--steps", 2]),
     "the folder": ("runs/run", 0, AGAIN),
     "a run that is read-only": ("runs/run", 0o500, AGAIN),
     "runs that are read-only": ("runs", 0o500, [*BASE, "--name", "new", "--steps", 1]),
     "sampling of a read-only run": ("runs/run/samples", 0o500, ["--sample", "runs/run"]),
-    "sampling of what is closed": ("runs/run/checkpoint.pt", 0, ["--sample", "runs/run"]),
     "diagnosis": ("runs/run/checkpoint.pt", 0, ["--diagnose", "runs/run"]),
-    "finetuning": ("runs/run/checkpoint.pt", 0, [*BASE, "--finetune", "runs/run"]),
     "data": ("data.npz", 0, [*BASE, *MEDMNIST, "--steps", 1]),
     "an export": ("runs", 0o500, [*AGAIN, "--export", "runs/x.safetensors"]),
 }
@@ -199,10 +184,7 @@ class Mine(Classify):
 GONE = "while os.path.exists({0}): shutil.rmtree({0}, ignore_errors=True)"
 SPOILS = {
     "deleted": GONE.format("run"),
-    "renamed": "run.rename('runs/other')",
     "emptied": "[file.unlink() for file in run.iterdir() if file.is_file()]",
-    "without config.json": "(run / 'config.json').unlink()",
-    "without metrics.jsonl": "(run / 'metrics.jsonl').unlink()",
     "runs deleted": GONE.format("'runs'"),
 }
 MINE = "--task mine.py:Mine --batch_size 8 --log_every 1 --checkpoint_every 2 --warmup 0 --name run".split()

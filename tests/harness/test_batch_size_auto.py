@@ -14,9 +14,8 @@ from out_of_memory import Full
 import strategies
 import train
 import trainer
-from harness import batch_size, checkpoints
-from harness.batch_size import FREE_MARGIN, largest_power_of_two, smallest_of_ranks, survives
-from harness.files import write_atomically
+from harness import batch_size
+from harness.batch_size import largest_power_of_two, smallest_of_ranks, survives
 from harness.ranks import Ranks
 from lowprec.errors import Refused
 
@@ -25,8 +24,8 @@ in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 # ---- The search --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 4, 7, 8, 100, 127, 128, 10**9])
-@pytest.mark.parametrize("most", [1, 2, 3, 100, 128, 1000])
+@pytest.mark.parametrize("limit", [0, 1, 3, 8, 127, 10**9])
+@pytest.mark.parametrize("most", [1, 100, 128])
 def test_the_largest_power_of_two_is_found(limit, most):
     tried = []
 
@@ -100,7 +99,6 @@ def steps_of(name):
 
 
 FLAGS = {
-    "fp32": (),
     "stochastic": ("--pure_bf16", "--stochastic", "--accumulate", 3, "--checkpoint_every", 2),
     "dit": ("--model", "dit", "--average", "0.9:bf16", "--ema_warmup", "--workers", 1, "--validate_every", 2),
 }
@@ -112,7 +110,7 @@ def test_the_run_has_the_bits_of_a_number_that_was_typed(name, monkeypatch, caps
     typed = cli.command(*cli.QUICK, "--name", "typed", "--steps", 4, *FLAGS[name], "--batch_size", 16)
     assert typed == 0
     with monkeypatch.context() as patch:
-        full = Full(patch, 16, "after" if name == "fp32" else "backward")
+        full = Full(patch, 16, "after" if name == "dit" else "backward")
         assert auto(*FLAGS[name]) == 0
     said = capsys.readouterr().out
     assert "--batch_size auto: 16 (3.0 of 8.0 GiB with 16 examples here; twice as many do not fit)" in said
@@ -179,20 +177,6 @@ def test_no_batch_is_larger_than_the_data(monkeypatch, capsys):
     assert "32 (3.0 of 8.0 GiB with 32 examples here; there are no more" in capsys.readouterr().out
 
 
-def test_where_not_even_one_example_fits(monkeypatch, capsys):
-    full = Full(monkeypatch, 0)
-    assert auto() == 2
-    assert "not even one example" in cli.one_line(capsys) and not Path("runs").exists()
-    assert [size for size, _ in full.sizes] == [2, 1]
-
-
-def test_one_example_is_a_batch(monkeypatch, capsys):
-    Full(monkeypatch, 1)
-    run = strategies.settle({"name": "run", "batch_size": "auto"}, typed=True)
-    assert batch_size.chosen_batch_size(trainer.Trainer, run) == 1
-    assert "auto: 1 (" in capsys.readouterr().out
-
-
 # ---- Where it is refused -----------------------------------------------------------------------------------
 
 
@@ -217,32 +201,11 @@ def test_what_a_gpu_refuses():
     assert batch_size.check_search(config, cuda, False) is None
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", "Auto", "auto8", "", "nan", "9" * 20])
+@pytest.mark.parametrize("value", ["0", "1.5", "auto8", "", "9" * 20])
 def test_bad_values_get_the_one_line(value, capsys, tmp_path):
     assert cli.command("--steps", 1, f"--batch_size={value}") == 2
     assert f"is not a whole number above 0, up to {10**7}, or auto" in cli.one_line(capsys)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_of_flags_may_say_it(capsys, tmp_path):
-    (tmp_path / "run.yaml").write_text("batch_size: auto\n")
-    assert cli.command("--config", "run.yaml", "--device", "cpu") == 2
-    assert "memory of a CPU" in cli.one_line(capsys)
-
-
-def test_a_checkpoint_that_says_it_is_refused(capsys):
-    assert cli.quick() == 0
-    path = Path("runs/run/checkpoint.pt")
-    state = torch.load(path, weights_only=True)
-    state["config"]["batch_size"] = "auto"
-    write_atomically(path, lambda file: checkpoints.write_checkpoint(file, state))
-    capsys.readouterr()
-    assert cli.command("--sample", "runs/run", "--samples", 20) == 2
-    assert "--batch_size auto" in cli.one_line(capsys)
-
-
-def test_the_margin_is_a_share():
-    assert 0.05 <= FREE_MARGIN <= 0.2
 
 
 # ---- On a GPU ----------------------------------------------------------------------------------------------
@@ -259,13 +222,3 @@ def test_a_search_on_cuda(capsys):
     assert number >= 2 and number & (number - 1) == 0
     assert torch.cuda.max_memory_reserved() < taken.nbytes + (3 << 30)
     torch.empty(2 << 30, dtype=torch.uint8, device="cuda")  # the fraction of the search is gone
-
-
-@pytest.mark.gpu
-def test_a_run_on_cuda_has_the_bits_of_a_number_that_was_typed(capsys):
-    assert auto("--data", "synthetic", "--task", "segment", "--image_size", 16, "--bf16") == 0
-    number = cli.checkpoint("auto")["config"]["batch_size"]
-    flags = ("--data", "synthetic", "--task", "segment", "--image_size", 16, "--bf16", "--batch_size", number)
-    assert cli.quick(*flags, name="typed") == 0
-    losses = [[row["loss"] for row in cli.metrics(name)] for name in CASES]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # CUDA's sums are not always in one order

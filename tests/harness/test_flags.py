@@ -13,20 +13,21 @@ import pytest
 import strategies
 import train
 from harness import flags
-from harness.flags import Config, Flag, FlagTable, natural
+from harness.flags import Flag, FlagTable, natural
 from lowprec.errors import Refused
 
 ROOT = Path(flags.__file__).parent.parent
 
 
 def recorded():
-    """[{flag: value}] of all commands in the experiments' records."""
-    commands = set()
+    """[{flag: value}] of all commands in the experiments' records, a seed of each."""
+    commands = {}
     for path in sorted(ROOT.glob("experiments/*/results.jsonl")):
         for line in path.read_text().splitlines():
-            commands.add(json.loads(line)["command"])
+            command = json.loads(line)["command"]
+            commands[re.sub(r"--(seed|name) \S+", "", command)] = command
     parser, found = train.build_parser(), []
-    for command in sorted(commands):
+    for command in commands.values():
         _, script, *words = shlex.split(command)
         if script == "train.py":
             given = vars(parser.parse_args(words))
@@ -79,7 +80,7 @@ def test_flags_keep_their_order():
 
 def test_every_recorded_command_keeps_the_name_of_its_folder():
     found = recorded()
-    assert len(found) > 1000
+    assert len(found) > 300
     names = set()
     for given in found:
         config = train.FLAGS.typed(given)
@@ -245,26 +246,6 @@ def test_yaml_reads_as_typed(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_an_unknown_key_is_refused_in_one_line_that_says_what_is_near(tmp_path, capsys):
-    path = tmp_path / "run.yaml"
-    path.write_text("BATCH_SIZ: 4")
-    with pytest.raises(SystemExit) as ended:
-        train.FLAGS.read_yaml(path, train.build_parser())
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.count("\n") == 1, error
-    assert "unknown key 'BATCH_SIZ'; the keys are the flags of" in error and "near it is batch_size" in error
-
-
-def test_a_config_is_a_dict_with_attributes():
-    config = train.FLAGS.typed({"lr": 3.0})
-    assert (
-        config.lr == 3.0
-        and vars(config)["lr"] == 3.0
-        and json.loads(json.dumps(vars(config))) == vars(config)
-    )
-    assert config.replaced(lr=1.0).lr == 1.0 and config.lr == 3.0 and isinstance(config.replaced(), Config)
-
-
 def test_all_rows_are_whole():
     for row in strategies.flag_table().rows:
         assert row.help and row.help[0] == row.help[0].strip() and not row.help.endswith("."), row.name
@@ -276,10 +257,3 @@ def test_the_list_names_every_task_and_its_nets():
     said = strategies.listing()
     assert all(re.search(rf"^  {name} +\w+", said, re.M) for name in strategies.TASKS)
     assert "bdh (tiny, 1M, 3M, 25M, 100M)" in said and "medmnist:FILE.npz" in said and "lion" in said
-
-
-def test_a_default_is_said_once():
-    parser = train.build_parser()
-    parser.topic = "all"
-    lines = " ".join(parser.format_help().split()).split(" --")
-    assert not [line for line in lines if line.count("(default:") > 1 and "sgd" not in line]

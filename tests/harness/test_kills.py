@@ -23,7 +23,7 @@ from harness.run_folder import read_checkpoint
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 RUN = "--task classify --batch_size 8 --sample_every 0 --warmup 0 --threads 1".split()
 RUN += ["--log_every", "2"]
-LONG = ["--steps", "100", "--pure_bf16", "--stochastic"]  # long enough to be met by a signal
+LONG = ["--steps", "50", "--pure_bf16", "--stochastic"]  # long enough to be met by a signal
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +132,8 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_one_line(number, flags, s
     until(has_logged())
     os.killpg(run, number)
     assert start.wait(run) == 128 + number
-    assert re.fullmatch(r"stopped at step \d+ of 100; the same command resumes from there", start.said())
-    assert 4 <= checkpoint()["step"] < 100
+    assert re.fullmatch(r"stopped at step \d+ of 50; the same command resumes from there", start.said())
+    assert 4 <= checkpoint()["step"] < 50
     assert start.wait(start(*LONG, *flags)) == 0
     Path("runs/whole").symlink_to(left_alone)
     same_run("run", "whole")
@@ -141,7 +141,7 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_one_line(number, flags, s
 
 def test_a_signal_while_workers_start_is_one_line_too(start):
     draw = random.Random()
-    for name in ("first", "second", "third"):
+    for name in ("first", "second"):
         run = start("--steps", 10**6, "--workers", 2, "--name", name)
         until(Path(f"runs/{name}/.lock").exists)  # this run's own: a lock's file outlives its run
         time.sleep(draw.uniform(0, 0.2))
@@ -287,21 +287,18 @@ def test_a_rank_killed_at_any_moment_under_fsdp_resumes_bit_for_bit(start):
     assert list(map(start.wait, two_ranks(start, *flags, "--name", "whole"))) == [0, 0], start.said()
     seed = random.randrange(10**6)
     print("seed", seed)
-    draw, ends = random.Random(seed), []
-    for lines in sorted(draw.sample(range(7), 2)):
-        numbers = two_ranks(start, *flags)
-        until(has_logged(lines))
-        time.sleep(draw.uniform(0, 0.1))
-        killed = numbers.pop(draw.randrange(2))
-        os.kill(killed, signal.SIGKILL)
-        # as torchrun ends the others; one that still waits for the first to come hears no SIGTERM
-        os.kill(numbers[0], signal.SIGTERM)
-        late = threading.Timer(5, os.kill, (numbers[0], signal.SIGKILL))
-        late.start()
-        ends.append((start.wait(killed), start.wait(numbers[0])))
-        late.cancel()
-    print("ends", ends)
-    assert any(killed == -signal.SIGKILL for killed, _ in ends)
+    draw = random.Random(seed)
+    numbers = two_ranks(start, *flags)
+    until(has_logged(draw.randrange(6)))
+    time.sleep(draw.uniform(0, 0.1))
+    killed = numbers.pop(draw.randrange(2))
+    os.kill(killed, signal.SIGKILL)
+    # as torchrun ends the others; one that still waits for the first to come hears no SIGTERM
+    os.kill(numbers[0], signal.SIGTERM)
+    late = threading.Timer(5, os.kill, (numbers[0], signal.SIGKILL))
+    late.start()
+    ends = start.wait(killed), start.wait(numbers[0])
+    late.cancel()
     assert list(map(start.wait, two_ranks(start, *flags))) == [0, 0], start.said()
     one, other = (read_checkpoint(f"runs/{name}") for name in ("run", "whole"))
     assert one["step"] == other["step"] == 16

@@ -10,13 +10,10 @@ from harness import names
 
 ROOT = Path(names.__file__).parent.parent
 SNIPPETS = {  # lines of the five documents, as YAML: what they come to
-    "trainer:\n  precision: bf16-mixed": {"bf16": True},
     "trainer:\n  precision: bf16-mixed\n  gradient_clip_val: 1.0  # Increase if needed": {
         "bf16": True,
         "clip_grad": 1.0,
     },
-    "'use_amp': True\n'amp_dtype': 'bfloat16'": {"bf16": True},
-    "use_amp: True": {"bf16": True},
     "use_amp: False\namp_dtype: bfloat16": {},
     "batch_size: 16\ncompile_model: True\nuse_amp: True\namp_dtype: bfloat16": {
         "batch_size": 16,
@@ -24,26 +21,18 @@ SNIPPETS = {  # lines of the five documents, as YAML: what they come to
         "bf16": True,
     },
     "batch_size: 8\nuse_amp: True\namp_dtype: float16": {"batch_size": 8, "fp16": True},
-    "use_amp: False\ncompile_model: False": {},
     "batch_size: 8\nnum_epochs: 100\nuse_amp: True\namp_dtype: bfloat16\nearly_stopping_patience: 20": {
         "batch_size": 8,
         "epochs": 100,
         "bf16": True,
         "early_stop": 20,
     },
-    "learning_rate: 1.5e-3": {"lr": 1.5e-3},
-    "USE_FP8: True\nFP8_FORMAT: hybrid": {"fp8": True, "fp8_recipe": "delayed", "fp8_format": "hybrid"},
     "USE_4BIT_OPTIMIZER: True\nCOMPUTE_DTYPE: bfloat16": {"opt8bit": True, "bf16": True},
     "USE_FP8: True\nFP8_AMAX_HISTORY_LEN: 1024\nFP8_AMAX_COMPUTE_ALGO: max": {
         "fp8": True,
         "fp8_recipe": "delayed",
         "amax_history_len": 1024,
         "amax_compute_algo": "max",
-    },
-    "USE_FP8: True\nUSE_4BIT_OPTIMIZER: True\nCOMPUTE_DTYPE: bfloat16": {
-        "fp8": True,
-        "fp8_recipe": "delayed",
-        "opt8bit": True,
     },
     "USE_FP8: False\nUSE_4BIT_OPTIMIZER: False\nCOMPUTE_DTYPE: float32": {},
     "globals.BATCH_SIZE_PER_GPU: 4": {"batch_size": 4},
@@ -73,9 +62,7 @@ REFUSED = {
     "num_epochs: 2\nmax_epochs: 3": "another name says --epochs 2",
     "learning_rat: 1": "unknown key 'learning_rat'; the keys are the flags of train.py without their dashes; "
     "near it is learning_rate",
-    "trainer: {stepz: 3}": "near it is steps",
     "trainer: {max_steps: x}": "'x' is not a whole number",
-    "trainer: [1]": "unknown key 'trainer'",
 }
 
 

@@ -125,15 +125,3 @@ def test_a_run_scored_again_keeps_what_its_steps_told(monkeypatch):
     del older["activations"], older["peak"]
     torch.save(older, "runs/run/checkpoint.pt")
     assert quick(*SEGMENT, "--weights", "raw") == 0 and "activations" not in summary()
-
-
-def test_a_change_anywhere_in_the_clone_makes_it_unclean(monkeypatch):
-    folders = []
-
-    def run(words, **_):
-        folders.append(Path(words[words.index("-C") + 1]))
-        return SimpleNamespace(returncode=0, stdout="")
-
-    monkeypatch.setattr(run_folder.subprocess, "run", run)
-    assert run_folder._git("status") == ""
-    assert (folders[0] / "train.py").exists() and (folders[0] / "lowprec").is_dir()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cli import SEGMENT, after_step, assert_same, checkpoint, command, metrics, one_line, quick, summary
 
-import train
 import trainer
 from harness.run_folder import read_checkpoint
 from harness.validation import Validation, steps_an_epoch
@@ -40,11 +39,6 @@ def test_the_best_is_the_lowest_or_the_highest_and_never_nan():
     assert not first.take({"x": float("nan")}, 1) and first.best is None and not first.exhausted
     with pytest.raises(ValueError, match="lower or higher"):
         Validation(("x", "smaller"), 1, 0)
-
-
-def test_looks_are_due_every_so_many_steps():
-    assert [step for step in range(1, 10) if Validation(("x", "lower"), 3, 0).due(step)] == [3, 6, 9]
-    assert not any(Validation(("x", "lower"), 0, 0).due(step) for step in range(10))
 
 
 def test_an_epoch_shows_every_item_once():
@@ -108,13 +102,6 @@ def test_training_ends_when_patience_does_and_the_same_command_does_nothing_more
     assert quick(*flags, steps=40) == 0
 
 
-def test_more_patience_goes_on(monkeypatch):
-    scripted(monkeypatch, [0.5, 0.4, 0.3, 0.2, 0.1])
-    assert quick(*LOOK, "--early_stop", 1, steps=40) == 0
-    assert quick(*LOOK, "--early_stop", 3, steps=40) == 0
-    assert checkpoint()["step"] == 8
-
-
 def test_a_resumed_run_has_waited_as_long_and_kept_the_same_best(monkeypatch):
     flags, scores = [*LOOK, "--early_stop", 3], [0.1, 0.5, 0.4, 0.3, 0.2]
     scripted(monkeypatch, scores)
@@ -136,14 +123,6 @@ def test_epochs_say_the_steps_and_when_to_look():
     assert [row["step"] for row in metrics() if "heldout_mean_iou" in row] == [4, 8]
     assert command(*cli.LOOP, *SEGMENT, "--name", "run", "--epochs", 3, "--batch_size", 64) == 0
     assert checkpoint()["step"] == 12
-
-
-def test_a_run_older_than_validation_goes_on():
-    assert quick(steps=2) == 0
-    state = checkpoint()
-    del state["validation"]
-    torch.save(state, "runs/run/checkpoint.pt")
-    assert quick(steps=4) == 0 and checkpoint()["step"] == 4
 
 
 @pytest.mark.parametrize(
@@ -176,8 +155,3 @@ def test_a_preset_resolves(path, capsys):
         key, colon, value = line.split("#")[0].partition(":")
         if colon and key != "image_size":
             assert resolved.get(key.strip(), "false").lower() == value.strip().lower(), line
-
-
-def test_the_presets_are_those_of_the_document():
-    assert {path.stem for path in CONFIGS} >= {"research", "production", "low-memory", "debug", "stable"}
-    assert train.DEFAULTS["early_stop"] == 0

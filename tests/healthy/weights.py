@@ -47,27 +47,6 @@ def two_optimisers_of_two_halves():
     return trained(net, first, after=lambda step: (second.step(), second.zero_grad()), others=[second])
 
 
-class Low(nn.Module):
-    """A frozen Linear layer with low-rank factors beside it."""
-
-    def __init__(self, base, rank=4):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(rank, base.in_features) / rank)
-        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
-
-    def forward(self, x):
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
-@loop
-def adapters():
-    net = mlp()
-    for i in (0, 3, 5):
-        net[i] = Low(net[i])
-    return trained(net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3))
-
-
 class Zeroed(nn.Module):
     """A branch behind a zero weight, as of ControlNet, ReZero and adaLN-zero."""
 
@@ -222,12 +201,20 @@ class LowRank(nn.Module):
             self.down.reset_parameters()
 
 
-def low_rank(forget, keep=False):
-    """ReLoRA, arXiv 2307.05695. forget: (optimizer, parameter) -> what becomes of its state."""
+def with_factors():
+    """(net, optimiser): factors beside three frozen layers."""
     net = mlp()
     for i in (0, 3, 5):
         net[i] = LowRank(net[i])
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3)
+    return net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3)
+
+
+LOOPS["adapters"] = lambda: trained(*with_factors())
+
+
+def low_rank(forget, keep=False):
+    """ReLoRA, arXiv 2307.05695. forget: (optimizer, parameter) -> what becomes of its state."""
+    net, optimizer = with_factors()
 
     @torch.no_grad()
     def restart(step):

@@ -9,13 +9,13 @@ import nibabel
 import numpy as np
 import pytest
 import torch
-from pictures import check, everything, grey, refused, rgb, same, save
+from pictures import check, grey, refused, rgb, same, save
 from PIL import Image
 from test_folders_of_masks import half, pair
 from torch.utils.data import DataLoader
 
 from lowprec.errors import Refused
-from tasks import data, folders, image_sets
+from tasks import data
 from tasks.data import load
 
 
@@ -69,7 +69,7 @@ def test_twelve_bits_in_sixteen_are_said_and_mended(tmp_path):
     assert not load(f"folder:{tmp_path}", image_size=8).notes
 
 
-@pytest.mark.parametrize("suffix", ["tif", "webp", "gif"])
+@pytest.mark.parametrize("suffix", ["tif", "gif"])
 def test_several_images_in_a_file_are_said_and_read_on_demand(tmp_path, suffix):
     for i in range(2):
         pages = [Image.fromarray(np.full((16, 16), 50 * (3 * i + k), np.uint8)) for k in range(3)]
@@ -125,14 +125,6 @@ def test_flat_folder(tmp_path):
     assert same(found, again) and found.fingerprint == again.fingerprint
     assert load(f"folder:{tmp_path}", image_size=32).fingerprint != found.fingerprint
     assert "27 + 3 held-out" in str(found) and "1x64x64" in str(found)
-
-
-def test_fingerprint_survives_a_move(tmp_path):
-    for place in ("here", "there"):
-        for i in range(4):
-            save(tmp_path / place / "my photos" / f"{i}.png", grey(i))
-    here, there = (load(f"folder:{tmp_path / place / 'my photos'}") for place in ("here", "there"))
-    assert here.fingerprint == there.fingerprint and here.name == there.name == "folder-my_photos"
 
 
 def test_class_folders(tmp_path):
@@ -246,21 +238,6 @@ def test_centre_crop(tmp_path):
     assert images.eq(1).all()  # only the middle third is white
 
 
-def test_downsizing_is_antialiased(tmp_path):
-    stripes = np.zeros((64, 64), np.uint8)
-    stripes[:, 3::8] = stripes[:, 4::8] = 255
-    for name in "ab":
-        save(tmp_path / f"{name}.png", stripes)
-    images, _ = check(load(f"folder:{tmp_path}", image_size=8))
-    assert images.max() < 0  # a quarter is white; sampling the middle of each eighth would see nothing else
-
-
-def test_white_stays_within_the_range_when_resized(tmp_path):
-    for name in "ab":
-        save(tmp_path / f"{name}.png", grey(255, (17, 17)))  # 17 -> 8 sums to 1 + 1.2e-7 in fp32
-    check(load(f"folder:{tmp_path}", image_size=8))
-
-
 def test_pixel_formats(tmp_path):
     save(tmp_path / "deep" / "a.png", np.full((9, 9), 65535, np.uint16))
     save(tmp_path / "deep" / "b.tif", np.zeros((9, 9), np.uint16))
@@ -272,20 +249,6 @@ def test_pixel_formats(tmp_path):
     assert check(load(f"folder:{tmp_path / 'clear'}", image_size=9))[0].eq(1).all()
     save(tmp_path / "float" / "a.tif", np.zeros((9, 9), np.float32))
     refused("float/a.tif", "32-bit", spec=f"folder:{tmp_path / 'float'}")
-
-
-def test_a_photo_of_a_phone_may_hold_several_pictures(tmp_path):
-    for name in "ab":
-        path = save(
-            tmp_path / f"{name}.jpg",
-            rgb(99),
-            format="MPO",
-            save_all=True,
-            append_images=[Image.fromarray(rgb(9))],
-        )
-        assert Image.open(path).format == "MPO"
-    images, _ = check(load(f"folder:{tmp_path}", image_size=20))
-    assert (images - (99 / 127.5 - 1)).abs().max() < 0.02
 
 
 def test_exif_orientation(tmp_path):
@@ -320,42 +283,18 @@ def test_layouts_of_other_kinds_are_not_taken_for_classes(parts, use, tmp_path):
     refused(f"--data folder:{tmp_path / use}", spec=f"folder:{tmp_path}")
 
 
-def test_two_images_suffice(tmp_path):
-    save(tmp_path / "a.png", grey(1))
-    save(tmp_path / "b.png", grey(2))
-    found = load(f"folder:{tmp_path}")
-    assert len(found.train) == len(found.heldout) == 1
-
-
-@pytest.mark.parametrize("damage", ["text", "empty", "flipped", "short"])
+@pytest.mark.parametrize("damage", ["empty", "flipped", "short"])
 def test_damaged_png_is_named_at_load(damage, tmp_path):
     save(tmp_path / "good.png", grey(0))
     bad = save(tmp_path / "bad.png", np.random.RandomState(0).randint(0, 255, (30, 30), np.uint8))
     content = bytearray(bad.read_bytes())
     content[200] ^= 255
-    damaged = {"text": b"hello", "empty": b"", "flipped": bytes(content), "short": content[:300]}
+    damaged = {"empty": b"", "flipped": bytes(content), "short": content[:300]}
     bad.write_bytes(damaged[damage])
     refused("cannot read", bad, "replace or remove", spec=f"folder:{tmp_path}")
 
 
-def test_a_png_that_decodes_to_another_picture_is_named(tmp_path):
-    ramp = np.add.outer(np.arange(300), np.arange(300)).astype(np.uint8)
-    bad = save(tmp_path / "bad.png", ramp)
-    save(tmp_path / "good.png", ramp)
-    content, changed = bad.read_bytes(), False
-    for at in range(100, len(content)):  # the first byte whose damage the checksum alone tells
-        bad.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        try:
-            changed = (np.asarray(Image.open(bad)) != ramp).any()
-        except OSError:
-            continue
-        if changed:
-            break
-    assert changed
-    refused("cannot read", bad, spec=f"folder:{tmp_path}")
-
-
-@pytest.mark.parametrize("suffix", ["jpg", "webp", "tif"])
+@pytest.mark.parametrize("suffix", ["jpg", "tif"])
 def test_a_file_cut_short_is_named_at_load(suffix, tmp_path):
     noise = np.random.RandomState(0).randint(0, 255, (64, 64, 3), np.uint8)
     save(tmp_path / "good.png", noise)
@@ -395,13 +334,6 @@ def test_a_format_that_is_not_ours_is_not_opened(content, suffix, tmp_path):
         found[[0]]
 
 
-def test_a_lossy_mask_is_refused_whatever_its_name(tmp_path):
-    for name in "ab":
-        pair(tmp_path, name, half(255))
-    save(tmp_path / "masks" / "a.png", half(255), format="JPEG")
-    refused("masks/a.png as a mask", "none of PNG, BMP, TIFF", spec=f"folder:{tmp_path}", targets="masks")
-
-
 @pytest.mark.parametrize("name", ["\x1b[31mred.png", "two\nlines.png", "b\udcff.png", "\u202egnp.png"])
 def test_names_are_shown_without_what_a_terminal_obeys(name, tmp_path):
     save(tmp_path / "a.png", grey(0))
@@ -412,7 +344,6 @@ def test_names_are_shown_without_what_a_terminal_obeys(name, tmp_path):
 
 HEADERS = {  # (place, form, values)
     "dimensions": (40, "<8h", 9, 16, 16, 20, 1, 1, 1, 1),
-    "offset": (108, "<f", -1e9),
     "type": (70, "<h", 0),
 }
 
@@ -443,18 +374,6 @@ def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", locked)
     for locked.end in (tmp_path.name, "deep"):  # at the top, and below, where files would be missed silently
         refused("cannot read", "Permission denied", spec=f"folder:{tmp_path}")
-
-
-def test_files_are_decoded_once_while_there_is_room(tmp_path, monkeypatch):
-    for i in range(4):
-        save(tmp_path / f"{i}.png", grey(i))
-    calls, decode = [], folders.decode_image
-    monkeypatch.setattr(folders, "decode_image", lambda *a: calls.append(a) or decode(*a))
-    monkeypatch.setattr(image_sets, "CACHE_BYTES", 2 * 8 * 8 * 4)
-    part = load(f"folder:{tmp_path}", image_size=8).train
-    first, second = everything(part), everything(part)
-    assert torch.equal(first[0], second[0]) and len(part) == 3
-    assert len(calls) == 4  # two stay in the cache, the third is read twice
 
 
 def test_data_loader_yields_the_lists_asked_for(tmp_path):

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import torch
-from pictures import check, grey, refused, rgb, save
+from pictures import check, refused, rgb, save
 from PIL import Image
 
 from tasks import folders
@@ -54,14 +54,6 @@ def test_mask_stays_on_its_image(tmp_path):
     for size in (8, 32, 64, 128):
         images, masks = check(load(f"folder:{tmp_path}", "masks", image_size=size), "masks")
         assert torch.equal(images[:, 0] > 0, masks == 1)
-
-
-def test_masks_are_sampled_at_pixel_centres(tmp_path):
-    centres = np.zeros((96, 96), np.uint8)
-    centres[1::3, 1::3] = 1  # 96 -> 32: the middle of each 3x3
-    for name in "ab":
-        pair(tmp_path, name, centres)
-    assert check(load(f"folder:{tmp_path}", "masks", image_size=32), "masks")[1].eq(1).all()
 
 
 def test_photo_on_its_side_fits_an_upright_mask(tmp_path):
@@ -118,14 +110,6 @@ def test_masks_that_do_not_match(tmp_path):
     save(tmp_path / "masks" / "c.png", half(1))
     save(tmp_path / "images" / "c.bmp", rgb(0, (24, 24)))
     refused("c.bmp", "c.png", "rename or remove", **spec)
-
-
-def test_masks_without_a_second_value_or_with_too_many(tmp_path):
-    for name in "ab":
-        pair(tmp_path / "plain", name, grey(0))
-        pair(tmp_path / "smooth", name, np.arange(256).reshape(16, 16))
-    refused("value 0 alone", spec=f"folder:{tmp_path / 'plain'}", targets="masks")
-    refused("256 values", "antialiasing", spec=f"folder:{tmp_path / 'smooth'}", targets="masks")
 
 
 def test_a_mask_is_turned_as_its_image_is(tmp_path):

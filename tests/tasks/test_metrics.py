@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 from scipy import linalg
 
-from lowprec.errors import Refused
 from lowprec.machine import exact_math
 from tasks import data, feature_net, metrics
 
@@ -79,12 +77,6 @@ def test_frechet_of_covariances_that_do_not_commute():
     assert found == pytest.approx(wanted)
 
 
-def test_frechet_with_fewer_samples_than_features_is_finite():
-    a, b = torch.randn(2, 10, 32, generator=draw())
-    assert 0 < metrics.frechet_distance(a, b) < 64
-    assert metrics.frechet_distance(a, a) == pytest.approx(0, abs=1e-4)
-
-
 def test_kid_is_the_mmd_of_all_pairs_and_unbiased():
     a, b = torch.randn(7, 3, generator=draw()), torch.randn(5, 3, generator=draw(1))
 
@@ -104,13 +96,6 @@ def test_kid_is_the_mmd_of_all_pairs_and_unbiased():
     assert metrics.kid(torch.randn(400, 8, generator=draw()), torch.randn(400, 8, generator=draw(1)) + 1) > 1
 
 
-def test_kid_in_slices_equals_kid_at_once():
-    a, b = torch.randn(2500, 4, generator=draw()), torch.randn(1100, 4, generator=draw(1)) * 1.5
-    aa, bb, ab = ((x.double() @ y.double().T / 4 + 1) ** 3 for x, y in ((a, a), (b, b), (a, b)))
-    wanted = sum((k.sum() - k.trace()) / (len(k) * (len(k) - 1)) for k in (aa, bb)) - 2 * ab.mean()
-    assert metrics.kid(a, b) == pytest.approx(wanted.item())
-
-
 def test_sliced_wasserstein_of_a_shift_is_the_shift():
     x = torch.rand(300, 1, 8, 8, generator=draw())
     shuffled = x[torch.randperm(300, generator=draw())]
@@ -124,15 +109,6 @@ def test_sliced_wasserstein_of_a_shift_is_the_shift():
     assert found != metrics.sliced_wasserstein(large, large + shift, seed=1)
 
 
-def test_sliced_wasserstein_of_unequal_counts():
-    a, b = torch.randn(3000, 1, 2, 2, generator=draw()), torch.randn(1700, 1, 2, 2, generator=draw(1))
-    assert metrics.sliced_wasserstein(a, b) < 0.1
-    assert metrics.sliced_wasserstein(a, b * 2) == pytest.approx(1.0, rel=0.1)  # W2 of N(0, 1) and N(0, 4)
-    two, four = torch.tensor([[0.0], [1.0]]), torch.tensor([[-0.25], [0.25], [0.75], [1.25]])
-    # quantiles of `two` at 1/8, 3/8, 5/8, 7/8: 0, 1/4, 3/4, 1
-    assert metrics.sliced_wasserstein(two, four) == pytest.approx(math.sqrt(1 / 32))
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("distance", [metrics.frechet_distance, metrics.kid, metrics.sliced_wasserstein])
 def test_a_value_that_is_not_finite_makes_distances_infinite(distance, bad):
@@ -140,14 +116,6 @@ def test_a_value_that_is_not_finite_makes_distances_infinite(distance, bad):
     assert math.isfinite(distance(a, b))
     a[3, 2] = bad
     assert distance(a, b) == distance(b, a) == math.inf
-
-
-@pytest.mark.parametrize("distance", [metrics.frechet_distance, metrics.kid, metrics.sliced_wasserstein])
-def test_distances_refuse_one_sample_and_other_shapes(distance):
-    with pytest.raises(ValueError, match="one shape"):
-        distance(torch.zeros(1, 4), torch.zeros(9, 4))
-    with pytest.raises(ValueError, match="one shape"):
-        distance(torch.zeros(9, 4), torch.zeros(9, 5))
 
 
 def test_pixel_stats():
@@ -179,7 +147,7 @@ def test_features_are_standardised_and_independent_of_the_batch(digits, net):
     assert torch.allclose(net.classify(features), net(digits[0]))
 
 
-@pytest.mark.parametrize("size", [12, 16, 32])
+@pytest.mark.parametrize("size", [12, 32])
 def test_digits_of_another_size_are_scored_by_the_same_net(net, size):
     loaded = data.load("digits", image_size=size)
     images, labels = loaded.heldout[list(range(len(loaded.heldout)))]
@@ -243,7 +211,7 @@ def test_fitting_is_reproducible_and_leaves_the_global_generator_alone(digits):
 
 
 def test_a_net_without_labels_learns_rotations(digits):
-    fitted = feature_net.fit_feature_net(digits[0], None, 0, seed=0, steps=150)
+    fitted = feature_net.fit_feature_net(digits[0], None, 0, seed=0, steps=100)
     assert fitted.num_classes == 4 and not fitted.supervised
     turned = torch.cat([torch.rot90(digits[2], turns, (2, 3)) for turns in range(4)])
     with torch.no_grad():
@@ -306,12 +274,6 @@ def test_runs_that_ask_together_fit_one_net(another, tmp_path, monkeypatch):
     assert len(fits) == 1 and all(torch.equal(weights(net), weights(found[0])) for net in found)
 
 
-def test_a_kept_net_is_read_without_the_images(another, tmp_path):
-    first = metrics.yardstick(another, tmp_path, steps=3)
-    again = metrics.yardstick(dataclasses.replace(another, train=None), tmp_path)
-    assert torch.equal(weights(again), weights(first))
-
-
 def test_the_committed_net_is_for_the_set_and_not_for_its_name(another, tmp_path):
     """`--data medmnist:digits.npz` has the name of the built-in digits, and not their net."""
     committed = weights(feature_net.load_feature_net(feature_net.DIGITS_NET_FILE))
@@ -319,11 +281,6 @@ def test_the_committed_net_is_for_the_set_and_not_for_its_name(another, tmp_path
     assert not list(tmp_path.iterdir())
     fitted = metrics.yardstick(dataclasses.replace(another, name="digits"), tmp_path, steps=3)
     assert not torch.equal(weights(fitted), committed)
-
-
-def test_a_folder_that_cannot_be_written_costs_time_alone(another, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    assert metrics.yardstick(another, tmp_path / "file", steps=3).supervised
 
 
 def test_labels_are_drawn_in_the_proportions_of_the_real_ones():
@@ -337,27 +294,6 @@ def test_labels_are_drawn_in_the_proportions_of_the_real_ones():
     assert drawn[:100].bincount(minlength=4).tolist() == [90, 9, 1, 0]  # mixed, for a picture
     assert like(2, 1, count=4).tolist() == [0, 0, 1, 0] and len(like(70, 20, 10, count=7)) == 7
     assert metrics.labels_like(torch.zeros(5, dtype=torch.int64), 0, 3).tolist() == [0, 0, 0]
-
-
-def test_a_subset_is_the_same_each_time_and_mixed():
-    part = data.Tensors(torch.zeros(100, 1, 8, 8), torch.arange(100) // 50, 8)
-    labels = metrics.subset(part, 40)[1]
-    assert len(labels) == 40 and 10 < labels.sum() < 30 and torch.equal(labels, metrics.subset(part, 40)[1])
-    assert metrics.subset(part)[1].sum() == 50 and len(metrics.subset(part)[0]) == 100
-
-
-def test_a_write_that_fails_leaves_the_old_net(net, tmp_path, monkeypatch):
-    path = tmp_path / "net.safetensors"
-    feature_net.save_feature_net(net, path)
-    content = path.read_bytes()
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(Refused, match="no space"):
-        feature_net.save_feature_net(net, path)
-    assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
-
-
-def full(descriptor):
-    raise OSError(28, "No space left on device")
 
 
 # ---- Generation --------------------------------------------------------------------------------------------
@@ -382,18 +318,6 @@ def test_scores_worsen_with_damage(digits, net, references):
     assert without_threes["frechet"] > 5 * references["floor"]["frechet"]
     assert without_threes["label_accuracy"] > 0.98
     assert metrics.generation_scores(net, images, (labels + 1) % 10, heldout)["label_accuracy"] < 0.05
-
-
-def test_reference_scores_use_as_many_images_as_there_are_samples(digits, net, references):
-    wanted = torch.arange(200) % 10
-    few = metrics.reference_scores(net, *digits[:3], wanted=wanted)
-    assert few["floor"]["frechet"] > references["floor"]["frechet"]  # the bias of a small sample
-    assert few == metrics.reference_scores(net, *digits[:3], wanted=wanted)
-    other = metrics.reference_scores(net, *digits[:3], wanted=wanted, seed=1)
-    assert few["floor"] != other["floor"] and few["ceiling"] != other["ceiling"]
-    images, _, heldout = digits[:3]
-    unlabelled = metrics.reference_scores(net, images, None, heldout, wanted=torch.zeros(10**6).long())
-    assert unlabelled["floor"] == {**references["floor"], "label_accuracy": None}
 
 
 def test_the_floor_draws_each_class_as_often_as_the_samples_do(digits, net):

@@ -49,14 +49,6 @@ def test_absent_classes():
     assert scores["mean_dice"] == pytest.approx((4 / 6 + 1 + 0) / 3)
 
 
-def test_logits_that_are_not_finite_are_misses():
-    logits = torch.nn.functional.one_hot(MASKS, 3).movedim(-1, 1).float()
-    assert segmentation_scores(logits, MASKS, 3)["dice"] == [1, 1, 1]
-    logits[:, 1, 0, 0] = math.nan
-    assert segmentation_scores(logits, MASKS, 3)["iou"] == pytest.approx([3 / 4, 1, 1])
-    assert segmentation_scores(logits * math.nan, MASKS, 3)["mean_iou"] == 0
-
-
 @pytest.mark.parametrize(
     "predicted, masks",
     [

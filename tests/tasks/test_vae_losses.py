@@ -13,7 +13,7 @@ from tasks import perceptual
 from tasks import vae as latent
 from tasks.autoencoder import Autoencoder
 from tasks.task import Rng
-from tasks.vae_halves import latent_std, snr
+from tasks.vae_halves import snr
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 batch = test_latent.batch
@@ -21,8 +21,7 @@ config = test_latent.config
 digits = test_latent.digits
 
 
-@pytest.mark.parametrize("size, side, shape", [("tiny", 8, (2, 4, 4)), ("small", 16, (4, 4, 4))])
-def test_the_net_is_monais_autoencoder_with_noise_from_outside(size, side, shape):
+def test_the_net_is_monais_autoencoder_with_noise_from_outside(size="tiny", side=8, shape=(2, 4, 4)):
     torch.manual_seed(0)
     net = Autoencoder(3, side, size)
     images, noise = torch.rand(2, 3, side, side), torch.randn(2, *shape)
@@ -57,12 +56,6 @@ def test_decibels():
     assert snr(a + float("nan"), a) == -np.inf
     off = torch.zeros(1, 1, 8, 8)
     assert latent.psnr(off + 0.2, off) == pytest.approx(20)  # the range is 2
-
-
-def test_the_spread_is_that_of_draws():
-    mean, std = common.draw(200, 50, scale=3), common.draw(200, 50, seed=1).abs()
-    drawn = (mean + std * common.draw(200, 50, seed=2)).numpy()
-    assert latent_std(mean, std) == pytest.approx(drawn.std(), rel=0.02)
 
 
 def adversarial_losses(digits):
