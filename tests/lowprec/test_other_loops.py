@@ -120,7 +120,10 @@ class Named(dict):
     pass
 
 
-@pytest.mark.parametrize("kind", [Out, Rows, Named, collections.UserDict, types.SimpleNamespace])
+Fields = collections.namedtuple("Fields", "x")
+
+
+@pytest.mark.parametrize("kind", [Out, Rows, Named, Fields, collections.UserDict, types.SimpleNamespace])
 @pytest.mark.parametrize("flags", [{}, LOW], ids=["fp32", "bf16"])
 def test_a_net_returns_what_it_likes(kind, flags):
     torch.manual_seed(0)
@@ -129,7 +132,10 @@ def test_a_net_returns_what_it_likes(kind, flags):
     assert type(out) is kind
     parts = []
     for o in (own, out):
-        parts.append(list(o) if kind is Rows else list((vars(o) if hasattr(o, "x") else o).values()))
+        if isinstance(o, (list, tuple)):
+            parts.append(list(o))
+        else:
+            parts.append(list((vars(o) if hasattr(o, "x") else o).values()))
     assert [p.dtype for p in parts[1]] == [torch.float32] * len(parts[0])
     assert all(torch.equal(a.float(), b) for a, b in zip(*parts, strict=True))
 
