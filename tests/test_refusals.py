@@ -257,6 +257,8 @@ BAD_INPUT = {
     "--task language --white 4095": "--white says",
     "--task steve --pages all": "--pages says",
     "--optimizer sgd --momentum 0 --nesterov on": "set momentum",
+    "--optimizer sgd --set exp_avg=bf16": "sgd keeps no exp_avg",
+    "--optimizer lion --momentum 1.5": "not a number from 0 to below 1",
 }
 
 

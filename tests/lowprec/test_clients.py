@@ -179,7 +179,7 @@ def resnet(stages=2):
     return Client(build, loss, call, lr=1e-4)
 
 
-CLIENTS = {"gpt2": gpt2, "llama": llama, "tied llama": functools.partial(llama, tied=True)}
+CLIENTS = {"gpt2": gpt2, "tied llama": functools.partial(llama, tied=True)}
 CLIENTS |= {"unet": unet, "dit": dit, "resnet18": resnet}
 
 

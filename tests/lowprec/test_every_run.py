@@ -35,11 +35,16 @@ WAYS = {
     ),
     "stochastic log4": dict(pure_bf16=True, stochastic=True, sites=["exp_avg=log4", "exp_avg_sq=log4"]),
 }
-OF_OTHERS = ["fp32", "bf16", "pure_bf16", "stochastic", "kahan", "kahan+stochastic", "split", "fp32 master"]
-OF_OTHERS += ["opt8bit", "stochastic opt8bit", "split opt8bit", "stochastic opt4bit"]
 CASES = [("adamw", way) for way in WAYS]
-CASES += [(name, way) for name in OPTIMIZERS if name != "adamw" for way in OF_OTHERS]
-CASES = [case for case in CASES if not (case[0] == "adafactor" and "opt" in case[1])]  # too small for codes
+# each way of writing and of holding a moment, once in buckets (SGD, Lion) and once by tensors (the others)
+OF_OTHERS = {
+    "sgd": ["fp32", "stochastic", "kahan", "split", "opt8bit", "stochastic opt4bit"],
+    "lion": ["bf16", "pure_bf16", "kahan+stochastic", "fp32 master", "stochastic opt8bit", "split opt8bit"],
+    "adafactor": ["fp32", "stochastic", "kahan", "fp32 master"],
+    "muon": ["pure_bf16", "kahan+stochastic", "split", "opt8bit", "stochastic opt4bit"],
+}
+assert OPTIMIZERS.keys() == {"adamw", *OF_OTHERS}
+CASES += [(name, way) for name, ways in OF_OTHERS.items() for way in ways]
 CASES += [("a stranger's", way) for way in ("fp32", "kahan", "split", "stochastic opt8bit", "fp8 moments")]
 every_case = pytest.mark.parametrize("optimizer, way", CASES, ids=map("-".join, CASES))
 EXACT = "fp32", "bf16", "fp16", "split", "fp32 master", "opt8bit", "opt4bit"

@@ -354,10 +354,7 @@ def steps(model, covered, call, shape, autocast):
 
 COMPILED = [  # kind, recipe, backend, compiler, autocast
     pytest.param(Net, "rowwise", "scaled_mm", "aot_eager", True, marks=cpu_scales_rows),
-    (Net, "delayed", "emulate", "aot_eager", True),
-    pytest.param(Net, "delayed", "scaled_mm", "eager", False, marks=cpu_scales_rows),
     (Bare, "delayed", "emulate", "aot_eager", False),
-    (Bare, "rowwise", "emulate", "eager", True),
 ]
 
 

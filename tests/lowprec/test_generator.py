@@ -29,8 +29,11 @@ def run_of(name, generation, model=None, **options):
 # ---- What it holds -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "kahan", "islands", "bf16 average"])
-@every_generation
+HELD = [("islands", generation) for generation in GENERATIONS]
+HELD += [(name, "compute") for name in ("fp32", "bf16", "kahan", "bf16 average")] + [("fp32", "bf16")]
+
+
+@pytest.mark.parametrize("name, generation", HELD)
 def test_generator_holds_the_asked_weights_in_the_asked_precision(name, generation):
     run = run_of(name, generation)
     train(run, 5)
@@ -128,10 +131,9 @@ def train_normed(run, steps=5):
         run.step()
 
 
-@pytest.mark.parametrize("name", ["fp32", "split"])
 @every_generation
-def test_a_generator_shares_nothing_with_its_run(name, generation):
-    run = run_of(name, generation, normed())
+def test_a_generator_shares_nothing_with_its_run(generation):
+    run = run_of("split", generation, normed())
     train_normed(run)
     before = [t.detach().clone() for t in held_by(run)]
     for source in ("ema", "raw"):
@@ -152,10 +154,9 @@ def test_a_generator_shares_nothing_with_its_run(name, generation):
     assert all(torch.equal(p, w) for p, w in zip(got.net.parameters(), weights, strict=True))
 
 
-@pytest.mark.parametrize("name", ["fp32", "islands"])
-@every_generation
-def test_a_generator_keeps_nothing_of_its_run_alive(name, generation):
-    run = run_of(name, generation)
+@pytest.mark.parametrize("generation", ["compute", "fp32"])
+def test_a_generator_keeps_nothing_of_its_run_alive(generation):
+    run = run_of("islands", generation)
     train(run, 1)
     generator = run.generator()
     parts = [run, run.optimizer, run.model, run.ema, run.model.out.weight, run.ema.shadow["out.weight"]]
@@ -247,8 +248,10 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("source", ["ema", "raw", "0.5:bf16"])
-@pytest.mark.parametrize("name", WEIGHTS)
+LOADED = [(name, source) for name in WEIGHTS for source in ("ema", "raw")] + [("fp32", "0.5:bf16")]
+
+
+@pytest.mark.parametrize("name, source", LOADED)
 def test_weights_load_strictly_into_the_plain_net(name, source):
     model = normed()
     frozen = model.frozen.weight.detach().clone()

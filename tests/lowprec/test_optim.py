@@ -23,7 +23,6 @@ from common import (
     same_state,
 )
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lowprec.errors import Refused
 from lowprec.kernels import exact_step
@@ -126,51 +125,6 @@ def test_a_missing_gradient_does_not_change_the_noise_of_the_others():
         results.append(params)
     assert same(results[0][0], results[1][0]) and same(results[0][2], results[1][2])
     assert not same(results[0][1], results[1][1])
-
-
-# ---- Copies to the device ----------------------------------------------------------------------------------
-
-
-class HostTensors(TorchFunctionMode):
-    """Counts the tensors that are made of Python's numbers: each is a copy, for which a GPU is waited for."""
-
-    MAKERS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor, torch.scalar_tensor, torch.from_numpy)
-    made = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.made += func in self.MAKERS
-        return func(*args, **(kwargs or {}))
-
-
-WRITES = {
-    "stochastic": dict(update="stochastic", exp_avg="bf16", exp_avg_sq="bf16"),
-    "split": dict(master="split"),
-    "odd codes": dict(update="stochastic", exp_avg="e4m3", exp_avg_sq="e4m3"),
-    "odd codes, nearest": dict(kahan=True, exp_avg="e4m3", exp_avg_sq="e4m3"),
-}
-
-
-@pytest.mark.parametrize("write", WRITES)
-def test_a_step_copies_two_tables_whatever_the_number_of_buckets(monkeypatch, write):
-    # on the meta device a step takes the way that it takes on a GPU, and to read a number back is an error
-    monkeypatch.setattr(Bucket, "SMALL", 1)
-    monkeypatch.setattr(AdamW, "PIECE", 4096)
-    scale = torch.empty((), dtype=torch.float64, device="meta")
-    counts = []
-    for buckets in (1, 2, 8):
-        params = [nn.Parameter(torch.empty(5001, device="meta", dtype=BF16)) for _ in range(buckets)]
-        optimizer = AdamW(params, compiled=False, **WRITES[write])
-        named = [(str(i), p) for i, p in enumerate(params)]
-        ema = EMA(named, 0.9, "bf16", "stochastic", low_part=optimizer.low_part, compiled=False)
-        assert len(optimizer._buckets) == len(ema._buckets) == buckets
-        for p in params:
-            p.grad = torch.empty_like(p)
-        with HostTensors() as host:
-            optimizer.step(grad_scale=scale)
-            of_step = host.made
-            ema.update()
-        counts.append((of_step, host.made - of_step))
-    assert counts == [(2, 2)] * 3
 
 
 # ---- As in torch -------------------------------------------------------------------------------------------

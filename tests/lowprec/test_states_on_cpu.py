@@ -360,11 +360,9 @@ def test_the_command_says_that_a_cpu_needs_none(capsys):
     assert "4.00 of them in the memory of the CPU" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("recipe_", ["stochastic", "split"])
-def test_a_whole_run_with_moments_away(recipe_, monkeypatch, small_buckets):
+def test_a_whole_run_with_moments_away(monkeypatch, small_buckets):
     """The command as on a GPU, but for the device."""
-    flags = [*PURE] if recipe_ == "stochastic" else ["--pure_bf16", "--master", "split"]
-    assert cli.quick(*flags, name="plain") == 0
+    assert cli.quick(*PURE, name="plain") == 0
     made = []
 
     def everywhere(where, device):
@@ -372,8 +370,8 @@ def test_a_whole_run_with_moments_away(recipe_, monkeypatch, small_buckets):
         return made[-1]
 
     monkeypatch.setattr(offload, "offloaded", everywhere)
-    assert cli.quick(*flags, "--states_on", "cpu", name="run", steps=2) == 0
-    assert cli.quick(*flags, "--states_on", "cpu", name="run") == 0
+    assert cli.quick(*PURE, "--states_on", "cpu", name="run", steps=2) == 0
+    assert cli.quick(*PURE, "--states_on", "cpu", name="run") == 0
     assert all(made) and made[0].traffic.count > 10
     cli.assert_same(*(cli.checkpoint(name)["precision"] for name in ("plain", "run")))
 

@@ -259,8 +259,12 @@ STRANGERS = {
     "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
     "NAdam": functools.partial(torch.optim.NAdam, lr=1e-2),
 }
-@pytest.mark.parametrize("name", STRANGERS)
-@pytest.mark.parametrize("flags", [{}, dict(fp16=True), dict(pure_bf16=True)], ids=str)
+
+WITH_FLAGS = [(name, dict(pure_bf16=True)) for name in STRANGERS]
+WITH_FLAGS += [("SGD", {}), ("RMSprop", {}), ("SGD", dict(fp16=True))]
+
+
+@pytest.mark.parametrize("name, flags", WITH_FLAGS, ids=str)
 def test_any_optimiser_of_torch_trains_is_measured_counted_and_resumes(name, flags):
     run = start(flags, net(), optimizer=STRANGERS[name], clip_grad=1.0, ema_decay=0.9)
     losses, (x, y) = [], batches(1)[0]
