@@ -167,7 +167,6 @@ def waves(tmp_path, *flags, kind="Waves"):
 # image net has a run or two. Words of a task come first: "deep" stands for DeepWaves, above.
 HEALTHY = {
     "fp32": [],
-    "stochastic": ["--pure_bf16", "--stochastic"],
     "islands, stochastic average": [
         "--pure_bf16",
         "--stochastic",
@@ -180,8 +179,6 @@ HEALTHY = {
     ],
     "dit": ["--model", "dit", "--pure_bf16", "--stochastic"],
     "segment": ["--task", "segment", "--image_size", "16", "--pure_bf16", "--stochastic"],
-    "bf16": ["deep", "--bf16"],
-    "split": ["deep", "--pure_bf16", "--master", "split"],
     "kahan and stochastic": ["deep", "--pure_bf16", "--kahan", "--stochastic", "--weight_decay", "0.1"],
     "8-bit codes, stochastic": [
         "deep",
@@ -193,7 +190,6 @@ HEALTHY = {
     ],
     "fp8, delayed scaling": ["deep", "--pure_bf16", "--stochastic", "--fp8", "--fp8_recipe", "delayed"],
     "fp4": ["deep", "--fp4", "nvfp4"],
-    "a peer with Kahan sums": ["deep", "--pure_bf16", "--optimizer", "optimi"],
     "a peer that hides gradients": ["deep", "--pure_bf16", "--optimizer", "torchastic", "--accumulate", "2"],
 }
 

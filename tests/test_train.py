@@ -50,14 +50,10 @@ in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
 RECIPES = {  # flags: sites as the ledger must show them
     "": {"weights": "fp32", "compute": "fp32", "exp_avg": "fp32", "ema": "fp32"},
-    "--bf16 --set ema=bf16": {"weights": "fp32", "compute": "bf16", "ema": "bf16"},
     # CPUs emulate fp16: draw without
     "--fp16 --batch_size 2 --set generation=fp32": {"weights": "fp32", "compute": "fp16"},
-    "--pure_bf16 --kahan": {"weights": "bf16", "grads": "bf16", "exp_avg_sq": "bf16", "kahan": "on"},
     "--opt8bit --optimizer bitsandbytes": {"exp_avg": "int8", "exp_avg_sq": "int8"},
     "--pure_bf16 --stochastic --opt4bit": {"exp_avg": "int4", "update": "stochastic", "sampler": "fp32"},
-    "--pure_bf16 --optimizer optimi": {"weights": "bf16", "update": "nearest", "timesteps": "fp32"},
-    "--pure_bf16 --accumulate 2 --set accumulate=fp32": {"accumulate": "fp32"},
     "--pure_bf16 --stochastic --weights both --average 0.9:bf16": {"update": "stochastic"},
 }
 
@@ -105,8 +101,6 @@ def check_folder(name, generated=True):
 
 @pytest.mark.parametrize("flags", RECIPES)
 def test_every_recipe_trains_scores_and_leaves_a_whole_folder(flags, capsys):
-    if "optimi" in flags.split():
-        pytest.importorskip("optimi", reason="optimi comes with requirements-bench.txt")
     assert quick(*flags.split()) == 0
     _, found = check_folder("run")
     sites = {
@@ -126,7 +120,6 @@ def test_every_recipe_trains_scores_and_leaves_a_whole_folder(flags, capsys):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--task ddpm",
         "--task segment --image_size 16 --pure_bf16 --stochastic",
         "--model dit --pure_bf16 --stochastic --guidance 2",
     ],
@@ -184,13 +177,11 @@ def test_accumulated_micro_batches_equal_one_batch():
 
 # ---- Resume ------------------------------------------------------------------------------------------------
 
+# tests/tasks/test_every_task.py asks it of every task, tests/lowprec/test_every_run.py of every recipe
 RESUMED = [
     "--fp16 --batch_size 2 --set generation=fp32",
-    "--opt8bit --optimizer bitsandbytes --model dit",
     "--pure_bf16 --stochastic --set ema=bf16 --set ema_update=stochastic "
     "--accumulate 2 --set accumulate=fp32 --average 0.9:bf16:stochastic",
-    "--task ddpm --model dit --pure_bf16 --stochastic --opt8bit",
-    "--task segment --image_size 16 --pure_bf16 --master fp32",
 ]
 
 
@@ -352,14 +343,6 @@ def test_sample_refuses_what_was_fixed_by_training(capsys):
         assert said in one_line(capsys) and content("runs") == before
 
 
-def test_export_is_the_average(monkeypatch):
-    assert quick("--set", "ema=bf16", "--export", "ema.safetensors") == 0
-    average = checkpoint()["precision"]["averages"]["ema"]["shadow"]
-    assert_same(load_file("ema.safetensors"), average)
-    draw(monkeypatch, "runs/run", "--export", "again.safetensors")
-    assert_same(load_file("again.safetensors"), average)
-
-
 def test_other_data_and_labels_of_none(monkeypatch):
     monkeypatch.setattr(
         metrics_module, "yardstick", functools.partial(metrics_module.yardstick, steps=20)
@@ -372,13 +355,12 @@ def test_other_data_and_labels_of_none(monkeypatch):
     assert draw(monkeypatch, "runs/run")["ema"] == scores
 
 
-@pytest.mark.parametrize("flags", [(), ("--pure_bf16",)], ids=str)
-def test_reversed_velocity_trains_the_mirror_image(flags):
+def test_reversed_velocity_trains_the_mirror_image():
     """The last layer starts at zero and takes the sign; every other weight takes the same steps, bit for
     bit (experiment 004).
     """
     for velocity in ("clean-noise", "noise-clean"):
-        assert quick("--velocity", velocity, "--lr", "1e-2", *flags, name=velocity) == 0
+        assert quick("--velocity", velocity, "--lr", "1e-2", name=velocity) == 0
     one, other = (checkpoint(name)["precision"]["model"] for name in ("clean-noise", "noise-clean"))
     last = [key for key in one if not torch.equal(one[key], other[key])]
     assert last == ["out.2.conv.weight", "out.2.conv.bias"] and all(
