@@ -262,7 +262,7 @@ class Precision:
         self.params = [p for _, p in self.named_params]
         for p in self.params:
             p.grad = None  # what an earlier backward left belongs to no step of this run
-        self.optimizer = self.new_optimizer()
+        self.optimizer = self.new_optimizer(self.recipe)
         self.low_part = self.optimizer.low_part
         for part in self.parts:
             part.ready(self)
@@ -271,15 +271,15 @@ class Precision:
             for p, original in zip(self.params, originals, strict=False):  # not from its bf16 image
                 self.optimizer.set_exact(p, original)
 
-    def new_optimizer(self) -> Any:
-        """An optimiser of all parameters that are trained, as the recipe has it now."""
+    def new_optimizer(self, recipe: Recipe) -> Any:
+        """An optimiser of all parameters that are trained, as this recipe has it."""
         groups = self.params
         if self.options.groups is not None:
             groups = trained_groups(self.options.groups, self.named_params)
         return build.build(
             self.options.optimizer,
             groups,
-            self.recipe,
+            recipe,
             net=self.model,
             away=self.away,
             **self.options.of_optimizer,
@@ -610,7 +610,7 @@ class Precision:
         for part in self.parts:
             part.check_state(state)
         if state.get("finish", self.finished) != self.finished:
-            self.finish(state["finish"])
+            FINISH.load()(self, state["finish"], state["optimizer"])
         self.optimizer.load_state_dict(state["optimizer"])  # which refuses the state of another recipe first
         self.model.load_state_dict(weights)
         for part in self.parts:

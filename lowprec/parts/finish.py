@@ -62,16 +62,20 @@ def check(run, kind):
 
 
 @torch.no_grad()
-def finish(run, kind):
-    """Precision.finish of a run."""
+def finish(run, kind, state=None):
+    """Precision.finish of a run. state: of an optimiser that is finished, and is to be loaded then; what it
+    would not take is refused before anything is changed.
+    """
     check(run, kind)
+    recipe = run.recipe.replace(**KINDS[kind], **dict.fromkeys(run.recipe.moments, "fp32"))
+    if state is not None:
+        run.new_optimizer(recipe).checked_state(state)
     run.zero_grad()
     exact = {p: run.optimizer.held(p).view(p.shape).clone() for p in run.params}
-    changes = {**KINDS[kind], **dict.fromkeys(run.recipe.moments, "fp32")}
-    run.recipe = run.view_of_model.recipe = run.recipe.replace(**changes)
+    run.recipe = run.view_of_model.recipe = recipe
     if kind == "fp32":
         run.cast = Cast(run.model, run.recipe, run.options)
-    made = run.new_optimizer()
+    made = run.new_optimizer(recipe)
     for old, new in zip(optimizers_of(run), getattr(made, "parts", [made]), strict=True):
         become(old, new)
     run.optimizer.coders = {}

@@ -476,6 +476,23 @@ def test_a_finish_changes_no_value_writes_exactly_and_resumes_bit_for_bit(name, 
     refused(lambda: run.finish(kind), f"finished with {kind} already")
 
 
+@pytest.mark.parametrize("kind", ["split", "fp32"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_refused_state_of_a_finished_run_begins_no_finish(name, kind):
+    done, run = run_of(name, "kahan"), run_of(name, "kahan")
+    for one in (done, run):
+        common.train(one, 2)
+    done.finish(kind)
+    state, behind = done.state_dict(), steps_and_moments(run.optimizer)
+    part = state["optimizer"].get("parts", [state["optimizer"]])[-1]
+    held = part["state"][min(part["state"])]
+    held[next(key for key, t in held.items() if torch.is_tensor(t))] = torch.zeros(3)
+    refused(lambda: run.load_state_dict(state), "another model or recipe")
+    for (now, moment), (then, old) in zip(steps_and_moments(run.optimizer), behind, strict=True):
+        assert now == then and (moment is old is None or same(moment, old))
+    assert not run.finished and run.recipe.kahan == "on"
+
+
 def test_what_can_not_be_finished_is_refused():
     refused(lambda: run_of("adamw", "bf16").finish("split"), "fp32 throughout", "add --pure_bf16")
     refused(lambda: run_of("adamw", "split").finish("fp32"), "--master split writes exactly")
