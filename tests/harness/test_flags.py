@@ -53,7 +53,7 @@ def name_of(config):
             value = os.path.basename(value)
         if flag in ("teacher", "finetune", "vae"):
             value = f"{flag}_{os.path.basename(os.path.normpath(value.removesuffix('checkpoint.pt')))}"
-        if flag in ("sparse24", "fp4"):
+        if flag in ("sparse24", "fp4", "weight_decay_on"):
             value = f"{flag}_{value}"
         if value is True:
             parts.append(flag)
