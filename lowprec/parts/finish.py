@@ -63,8 +63,8 @@ def check(run, kind):
 
 @torch.no_grad()
 def finish(run, kind, state=None):
-    """Precision.finish of a run. state: of an optimiser that is finished, and is to be loaded then; what it
-    would not take is refused before anything is changed.
+    """Precision.finish of a run. state: that of a finished optimiser, which is loaded next; one that does not
+    fit is refused before anything is changed.
     """
     check(run, kind)
     recipe = run.recipe.replace(**KINDS[kind], **dict.fromkeys(run.recipe.moments, "fp32"))
