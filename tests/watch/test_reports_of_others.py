@@ -172,7 +172,7 @@ def test_fp32_weights_that_begin_as_bf16_numbers_are_healthy():
 # ---- Loss scales -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by", [2.0**16, 2.0**32])
+@pytest.mark.parametrize("by", [50_000.0, 2.0**16, 2.0**32])
 def test_a_loss_scale_that_is_taken_off_and_was_never_put_on(by):
     net = mlp()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)

@@ -190,10 +190,10 @@ def below_eps(seen):
 @of_clipping("gradients are divided by {by:,.0f} between backward and the step, which is {step:.1g} of the "
              "weights then: the net stands still", FIND_WHAT_DIVIDES, severity="severe", rank=1.5)
 def gradients_unscaled(seen):
-    """What is taken off them where that is a power of 2 and steps are then below 1e-5 of the weights."""
+    """What is taken off them where steps are then below 1e-5 of the weights."""
     left, step = left_in_place(seen), seen.watch.gradients.largest_step
     tiny = all(not norm >= 1e-3 for _, norm in seen.watch.gradients.shrunk) and step < 1e-5
-    stands = left and is_power_of_2(left) and tiny and seen.some_rates_live
+    stands = left and tiny and seen.some_rates_live
     return Figure(1 - left, by=1 / left, step=step) if stands else None
 
 
