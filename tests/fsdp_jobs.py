@@ -23,7 +23,7 @@ from common import draw
 from fsdp_nets import OPTIONS, STEPS, batch, bits, build, differing, found, meet, start, told, train
 from torch import nn
 
-from benchmarks import sharding
+from experiments.bench import sharding
 from harness import reduction
 from lowprec.errors import Refused
 from lowprec.optimizers import buckets

@@ -13,9 +13,9 @@ import bench
 import options
 import precision
 import train
-from benchmarks import first, gpu_cells, memory, sharding, training
+from benchmarks import gpu_cells, memory, training
 from benchmarks.common import RECIPES, parse_net
-from experiments.bench import fp16_weights, guides, loops, moments, other_loops, systems
+from experiments.bench import first, fp16_weights, guides, loops, moments, other_loops, sharding, systems
 from harness import flags
 from lowprec import machine, recipes, view
 from lowprec.kernels import cpu_products

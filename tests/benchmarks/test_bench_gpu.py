@@ -14,9 +14,9 @@ import torch
 from common import cpu_scales_rows
 
 import bench
-from benchmarks import gpu, gpu_cells, gpu_plan, gpu_record, largest_batch, subjects
+from benchmarks import gpu, gpu_cells, gpu_plan, gpu_record, subjects
 from benchmarks.worker import Here, Lost, Worker
-from experiments.bench import reduction
+from experiments.bench import largest_batch, reduction
 from lowprec.errors import Refused
 
 

@@ -18,7 +18,7 @@ from fsdp_runs import DIT, LOW, RUN, TASK
 from rank_server import ranks_messages
 from safetensors.torch import load_file
 
-from benchmarks import sharding
+from experiments.bench import sharding
 from harness import checkpoints, shards
 from harness.run_folder import Folder
 from lowprec.errors import Refused

@@ -26,7 +26,7 @@ from benchmarks.records import of_record
 from lowprec.advice.answer import advise
 from lowprec.errors import Refused
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 ADVISED_NETS = {  # what the page calls it: (flags of train.py, examples a step)
     "U-Net, 64x64 images": ("--model unet --size small --image_size 64", 4),
     "DiT-S/4, 64x64 images": ("--model dit --size S/4 --image_size 64", 4),
@@ -86,7 +86,8 @@ def measured(net, name, told, threads):
     words, batch = ADVISED_NETS[net]
     flags = typed(RECIPES[name]) or "(none)"
     row = dict(net=net, command=f"train.py {words}", flags=flags, batch=batch, told=told[flags])
-    command = ["-m", "benchmarks.advice_process", json.dumps([words.split(), RECIPES[name], batch, threads])]
+    cell = json.dumps([words.split(), RECIPES[name], batch, threads])
+    command = ["-m", "experiments.bench.advice_process", cell]
     row["peak"] = int(printed_by_python(command))
     return row
 

@@ -1,6 +1,5 @@
 """What each of several GPUs holds of a net that `train.py --fsdp` spreads over them, from shapes alone.
 
-    python -m benchmarks.sharding           # the table: seconds, no memory, no GPU
     python bench.py sharding --ranks 2      # beside what real processes allocate: a DiT-S/8, a minute
 
 What is held and what is gathered are told in lowprec/ledger.py; `train.py --fsdp --dry_run` says them of any
@@ -170,6 +169,3 @@ COMMAND = Command(
     check=check,
     cpu_only=True,
 )
-
-if __name__ == "__main__":
-    print(table())

@@ -18,7 +18,7 @@ from benchmarks.common import Command, Flag, markdown, progress_bar
 from benchmarks.records import of_record
 from lowprec.errors import Refused
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 FIRST_RECIPE = "--pure_bf16 --stochastic"
 SHORT_RUN = "--steps 500 --ema_warmup"  # without a warm-up the average has not arrived by then
 RESNET = "--task classify --model resnet18"
