@@ -61,6 +61,15 @@ class Arm:
     # it trains after, or itself
 
 
+@dataclasses.dataclass
+class Look:
+    """When verdicts are read, planned before the runs."""
+
+    pairs: int
+    level: float  # of a one-sided test
+    unplanned: bool = False  # whether it was decided on later
+
+
 @dataclasses.dataclass(eq=False)
 class Experiment:
     title: str
@@ -82,9 +91,7 @@ class Experiment:
     miniature: bool = False  # its runs stand for longer ones that are recorded too: they are no settings
     margin_reason: str = ""  # why the margin is as wide, written before the runs; without it no row shows it
     loss_margin: float = 0.0  # of the held-out loss, in percent of the baseline's; 0: none was fixed
-    # when verdicts are read, planned before the runs: {pairs = 12, level = 0.03} each, in order, level being
-    # that of a one-sided test; `unplanned = true` where it was not. Without any: once, at all seeds, at 0.05
-    looks: list = dataclasses.field(default_factory=list)
+    looks: list = dataclasses.field(default_factory=list)  # Looks in order; none: one, at all seeds, at 0.05
     missed: list = dataclasses.field(default_factory=list)  # titles of its missed predictions
     about: str = ""  # one of front.QUESTIONS: where the index of EXPERIMENTS.md has it
     found: str = ""  # what it found, in a line of that index; its title without one
@@ -127,13 +134,8 @@ def load_experiment(number, root=HERE, loaded=None):
     experiment = _filled_dataclass(Experiment, _read_toml(path), path)
     experiment.number, experiment.folder = number, known[number]
     loaded[number] = experiment
-    tables, experiment.arms = experiment.arms, []
-    for table in tables:
-        if not isinstance(table, dict):
-            raise Refused(f"{path}: {ARMS_ARE}")
-        experiment.arms.append(_filled_dataclass(Arm, table, f"{path}: an arm"))
-    if not tables:
-        raise Refused(f"{path}: {ARMS_ARE}")
+    experiment.arms = [_filled_dataclass(Arm, table, f"{path}: an arm") for table in experiment.arms]
+    experiment.looks = [_filled_dataclass(Look, table, f"{path}: a look") for table in experiment.looks]
     _check_values(experiment, path)
     for arm in experiment.arms:
         arm.experiment = experiment
@@ -147,18 +149,17 @@ def load_experiment(number, root=HERE, loaded=None):
     return experiment
 
 
-ARMS_ARE = "arms are tables: [[arms]] with name and flags"
 VERDICT_LEVEL = 0.05  # of the one look that is planned where nothing is said
 
 
 def look_of(experiment, pairs):
     """(pairs of the look that so many pairs are, or are on the way to; its level)."""
-    looks = experiment.looks or [{"pairs": len(experiment.seeds), "level": VERDICT_LEVEL}]
+    looks = experiment.looks or [Look(len(experiment.seeds), VERDICT_LEVEL)]
     due = looks[-1]
     for look in looks[::-1]:
-        if look["pairs"] >= pairs:
+        if look.pairs >= pairs:
             due = look
-    return due["pairs"], due["level"]
+    return due.pairs, due.level
 
 
 def _read_toml(path):
@@ -166,8 +167,6 @@ def _read_toml(path):
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Refused(f"{path} is not TOML: {error}") from None
-    except RecursionError:
-        raise Refused(f"{path} is not TOML that this program reads: its tables are nested too deep") from None
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}; it is a file that this user can read") from None
 
@@ -192,6 +191,7 @@ def _check_values(experiment, path):
     """Refuse values of the right type that make no sense."""
     arms, seeds = experiment.arms, experiment.seeds
     names = {arm.name for arm in arms}
+    pairs = [look.pairs for look in experiment.looks]
     sound_seeds = bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)
     for sound, what in [
         (len(names) == len(arms), "two arms have one name"),
@@ -200,8 +200,8 @@ def _check_values(experiment, path):
         (not sound_seeds or len(set(seeds)) == len(seeds), "a seed is listed twice"),
         (all(map(is_text, experiment.common)), FLAGS_ARE),
         (0 <= experiment.loss_margin < math.inf, "loss_margin is in percent, above 0"),
-        (all(map(is_text, experiment.missed)), "missed predictions are titles"),
-        (_sound_looks(experiment.looks), f"looks are {LOOKS_ARE}"),
+        (pairs == sorted(set(pairs)), "looks are in the order of their pairs"),
+        (all(0 < look.level <= VERDICT_LEVEL for look in experiment.looks), "a level is above 0, up to 0.05"),
     ]:
         if not sound:
             raise Refused(f"{path}: {what}")
@@ -210,9 +210,8 @@ def _check_values(experiment, path):
         _check_arm(arm, path)
         # an arm that only samples may draw its images from another seed
         flags += [flag for flag in arm.flags if not (arm.of and flag == "--seed")]
-    if experiment.looks and len(seeds := experiment.seeds) > experiment.looks[-1]["pairs"]:
-        last = experiment.looks[-1]["pairs"]
-        used = f"its looks are used up at {last} pairs, and it has {len(seeds)} seeds"
+    if pairs and len(seeds) > pairs[-1]:
+        used = f"its looks are used up at {pairs[-1]} pairs, and it has {len(seeds)} seeds"
         raise Refused(f"{path}: {used}; looks are planned before the runs: take a new number for more")
     for flag in flags:
         if flag.partition("=")[0] in NOT_AN_ARMS:
@@ -241,23 +240,6 @@ def _check_arm(arm, path):
     ]:
         if not sound:
             raise Refused(f"{path}: {what}")
-
-
-LOOKS_ARE = "tables in order: {pairs = 6, level = 0.03}; level above 0 and up to 0.05"
-
-
-def _sound_looks(looks):
-    for look in looks:
-        needed = {"pairs", "level"}
-        if not isinstance(look, dict) or not needed <= set(look) <= {*needed, "unplanned"}:
-            return False
-        pairs, level = look["pairs"], look["level"]
-        if type(pairs) is not int or pairs < 2 or type(level) is not float or not 0 < level <= VERDICT_LEVEL:
-            return False
-        if type(look.get("unplanned", False)) is not bool:
-            return False
-    counts = [look["pairs"] for look in looks]
-    return counts == sorted(set(counts))
 
 
 # ---- Links between arms ------------------------------------------------------------------------------------

@@ -82,11 +82,11 @@ def looks_told(experiment, known):
         return []
     pairs, given, words, unplanned = [], [], [], []
     for look in looks:
-        pairs.append(look["pairs"])
-        given.append(look["level"])
-        words.append(f"{look['pairs']} pairs (level {look['level']:g})")
-        if look.get("unplanned"):
-            unplanned.append(str(look["pairs"]))
+        pairs.append(look.pairs)
+        given.append(look.level)
+        words.append(f"{look.pairs} pairs (level {look.level:g})")
+        if look.unplanned:
+            unplanned.append(str(look.pairs))
     total, even = stats.family_level(pairs, given), stats.even_level(pairs)
     said = f"Looks: {', '.join(words)}; the chance that one of them says *equal* wrongly is {percent(total)}."
     if not unplanned:

@@ -3,7 +3,7 @@
 A record holds the arm, the seed and the command, where it ran (env, commit, clean; of an arm that only
 samples also trained_on, where its training ran), and what came of it: scores {source of weights: {name:
 figure}}, the reference scores of real images and noise, seconds, final_loss, curves; or, of a run that
-failed, its last message. RECORD_FIELDS says which of them a report relies on.
+failed, its last message.
 """
 
 import json
@@ -12,7 +12,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from experiments.log.definition import RUNS, is_text, run_key, run_label, typed_run
+from experiments.log.definition import RUNS, run_key, run_label, typed_run
 from harness.files import read_json, read_lines, write_atomically
 from harness.run_folder import environment, read_metrics
 from lowprec.errors import Refused
@@ -20,104 +20,6 @@ from lowprec.errors import Refused
 MACHINE_KEYS = ("cpu", "gpu", "bf16", "torch", "python")
 CODE_KEYS = ("commit", "clean")
 CURVE_KEYS = ("step", "loss", "update_survival", "exp_avg_sq_moved", "ema_moved", "loss_scale")
-
-# ---- What a record is --------------------------------------------------------------------------------------
-
-
-LARGEST_COUNT = 2**53  # counts beyond it are no counts: float64 can't tell them apart
-
-
-def is_whole(x):
-    return type(x) is int and 0 <= x < LARGEST_COUNT
-
-
-def is_number(x):
-    """A float, NaN and infinity among them, or an int."""
-    return type(x) is float or (type(x) is int and abs(x) < 2**63)
-
-
-def is_none_or(test):
-    return lambda x: x is None or test(x)
-
-
-def is_list_of(test):
-    return lambda x: isinstance(x, list) and all(map(test, x))
-
-
-def is_dict_of(test=lambda x: True):
-    """A dict whose keys are text and whose values pass `test`."""
-    return lambda x: isinstance(x, dict) and all(map(is_text, x)) and all(map(test, x.values()))
-
-
-def is_numbers(x):
-    return is_dict_of(is_number)(x)
-
-
-def is_curve(x):
-    return is_list_of(is_none_or(is_number))(x)
-
-
-def is_curves(x):
-    return is_dict_of(is_curve)(x) and (not x or "step" in x)
-
-
-def is_trace(x):
-    return is_list_of(is_numbers)(x)
-
-
-def is_figure(name, x):
-    if name == "trace":
-        return is_trace(x)
-    if name == "loss_by_timestep":
-        return is_curve(x)
-    return x is None or is_number(x) or isinstance(x, list)
-
-
-def is_scores(x):
-    if not isinstance(x, dict):
-        return False
-    return all(map(is_figures, x.values()))
-
-
-def is_figures(x):
-    return isinstance(x, dict) and all(is_figure(name, v) for name, v in x.items())
-
-
-def is_environment(x):
-    if not isinstance(x, dict):
-        return False
-    return is_none_or(is_text)(x.get("cpu")) and is_none_or(is_text)(x.get("gpu"))
-
-
-RECORD_FIELDS = {  # key: (test, what it is, which records must have it)
-    "arm": (is_text, "the name of an arm", "all"),
-    "seed": (is_whole, "a whole number", "all"),
-    "command": (is_text, "the command of a run", "all"),
-    "failed": (is_text, "the message of a run that failed", "none"),
-    "env": (is_environment, "a table of the machine's facts", "none"),
-    "scores": (is_scores, "a table of scores for each source of weights", "finished"),
-    "reference": (is_scores, "a table of reference scores", "none"),
-    "seconds": (is_number, "a number", "finished"),
-    "scoring_seconds": (is_number, "a number", "finished"),
-    "bytes_per_parameter": (is_number, "a number", "finished"),
-    "activation_bytes": (is_none_or(is_number), "a number", "none"),
-    "final_loss": (is_number, "a number", "finished"),
-    "flops_share": (is_numbers, "a table of numbers", "none"),
-    "gradient_snr": (is_numbers, "a table of numbers", "none"),
-    "curves": (is_curves, "a table of equally long lists of numbers", "none"),
-}
-
-
-def check_record(record, where):
-    """Raise Refused unless a report can rely on this record."""
-    finished = "failed" not in record or "scores" in record
-    for name, (test, what, needed) in RECORD_FIELDS.items():
-        if name in record:
-            if not test(record[name]):
-                raise Refused(f"{where} is no record of a run: its '{name}' is not {what}; mend or delete it")
-        elif needed == "all" or (needed == "finished" and finished):
-            raise Refused(f"{where} is no record of a run: it has no '{name}'; mend or delete it")
-
 
 # ---- results.jsonl -----------------------------------------------------------------------------------------
 
@@ -133,8 +35,6 @@ def read_records(path, repair=False):
     records = read_lines(path)
     lines = path.read_bytes().splitlines(keepends=True)
     numbers = [i for i, line in enumerate(lines, start=1) if line.strip()]
-    for i, record in zip(numbers, records, strict=False):
-        check_record(record, f"{path}, line {i}")
     if len(records) < len(numbers):
         said = "the last line is half written and ignored; its run is repeated"
         print(f"warning: {path}: {said}", file=sys.stderr)
@@ -162,16 +62,10 @@ def note_check(arm, seed, same, said, record, machine):
 
 
 def noted_checks(experiment):
-    """The checks of an experiment; of several of one run on one kind of machine, the last.
-
-    Raises Refused for a line that is none.
-    """
-    path, found = experiment.folder / "checks.jsonl", {}
-    for number, c in enumerate(read_lines(path) if path.exists() else [], start=1):
-        texts = isinstance(c, dict) and all(is_text(c.get(k)) for k in ("arm", "said", "machine", "commit"))
-        if not texts or not is_whole(c.get("seed")):
-            raise Refused(f"{path}, line {number}: not what run.py --check --note writes: delete it")
-        found[c["arm"], c["seed"], c["machine"]] = c
+    """The checks of an experiment; of several of one run on one kind of machine, the last."""
+    found = {}
+    for check in read_lines(experiment.folder / "checks.jsonl"):
+        found[check["arm"], check["seed"], check["machine"]] = check
     return list(found.values())
 
 
@@ -212,8 +106,6 @@ def make_record(arm, seed, runs, code):
     folder = Path(runs) / run_label(arm.trained, seed)
     if (folder / "env.json").exists():
         env = read_json(folder / "env.json")
-        if not {*MACHINE_KEYS, *CODE_KEYS} <= set(env) or not is_environment(env):
-            raise Refused(f"{folder}/env.json tells of no machine: remove that folder, and run again")
         if arm.of:  # it was sampled here and now, whatever machine and code trained it
             record["trained_on"] = picked_keys(env, ("cpu", "gpu", "commit"))
             env = environment("cuda" if env["gpu"] else "cpu")
@@ -223,9 +115,7 @@ def make_record(arm, seed, runs, code):
     curves = {} if arm.of else {"curves": curves}
     if code != 0:
         return record | {"failed": _last_message(arm, seed, runs), "exit": code, "curves": {}} | curves
-    record |= _results(arm, seed, folder) | {"final_loss": final_loss} | curves
-    check_record(record, f"what {folder} holds")
-    return record
+    return record | _results(arm, seed, folder) | {"final_loss": final_loss} | curves
 
 
 def picked_keys(table, names):
@@ -241,8 +131,6 @@ def _results(arm, seed, folder):
         ledger = result.get("ledger", {})
     elif (folder / "ledger.json").exists():
         ledger = read_json(folder / "ledger.json")
-    if not is_scores(result.get("scores")) or not is_scores(result.get("reference")):
-        raise Refused(f"{folder} holds scores that are none: remove that folder, and run again")
     found = {
         "scores": {source: _short_scores(own) for source, own in result["scores"].items()},
         "reference": {end: _without_pixels(own) for end, own in result["reference"].items()},
@@ -304,6 +192,11 @@ def _last_message(arm, seed, runs):
 
 
 # ---- What a record says ------------------------------------------------------------------------------------
+
+
+def is_number(x):
+    """A float, NaN and infinity among them, or an int."""
+    return type(x) in (float, int)
 
 
 def figure_of_record(record, metric):

@@ -76,7 +76,7 @@ def test_records_of_one_setting_are_merged_and_a_seed_counts_once(folder):
 
 def test_a_cell_whose_own_page_waits_is_open_and_never_bold(folder):
     experiment, known = with_losses(folder, {"nearest": 0.03})
-    experiment.looks = [{"pairs": 12, "level": 0.05}]
+    experiment.looks = [definition.Look(12, 0.05)]
     [setting] = overview.settings([experiment], known)
     page, groups = overview.settings_page([setting]), overview.groups_table([setting])
     assert "(6, open)" in page and "**+" not in page
