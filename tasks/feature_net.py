@@ -20,6 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from harness.files import read_tensors, write_atomically
+from lowprec.layers.flops import module_flops
 from lowprec.machine import exact_math
 
 DIGITS_NET_FILE = Path(__file__).with_name("digits_features.safetensors")
@@ -96,14 +97,18 @@ class FeatureNet(nn.Module):
         return self.classify(self.features(images))
 
 
+FITTING_STEPS = 1000
+FITTING_BATCH = 128
+
+
 @torch.enable_grad()
 def fit_feature_net(
     images: torch.Tensor,
     labels: torch.Tensor | None = None,
     num_classes: int = 0,
     seed: int = 0,
-    steps: int = 1000,
-    batch_size: int = 128,
+    steps: int = FITTING_STEPS,
+    batch_size: int = FITTING_BATCH,
 ) -> FeatureNet:
     """Fit a frozen FeatureNet to images [N, C, H, W] in [-1, 1], at their size up to 64x64, on their device.
 
@@ -144,6 +149,13 @@ def fit_feature_net(
     net.center = raw.mean(0)
     net.scale = raw.std(0, correction=0).clamp(min=1e-6)
     return net
+
+
+def flops_of_fitting(channels: int, image_size: int) -> float:
+    """FLOPs of the forward passes of fit_feature_net on images of that size."""
+    side = min(64, image_size)
+    flops, _ = module_flops(FeatureNet(channels, 4, side).body, (torch.empty(1, channels, side, side),))
+    return flops[""] * FITTING_STEPS * FITTING_BATCH
 
 
 def _shifted(images, most, generator):

@@ -5,12 +5,14 @@ Three sites are these tasks' own: in which dtype timesteps, sampler state and no
 flag they are fp32; bf16 is there for experiments that show what it breaks.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 
 from harness.flags import Flag, amount, several, share, thousand
 from lowprec.errors import Refused
+from lowprec.layers.flops import module_flops
 from lowprec.recipes import Site
 from tasks import data as datasets
 from tasks import latent_space, metrics, perceptual, vae_halves
@@ -24,6 +26,7 @@ from tasks.condition import (
     mean_psnr,
     taking,
 )
+from tasks.feature_net import flops_of_fitting
 from tasks.generation_probes import TIMESTEPS, examine
 from tasks.task import Task, picture, two_of_each
 
@@ -86,11 +89,12 @@ class Generation(Task):
         ),
         Flag(
             "scores",
-            "full",
-            "final scores: full; fast ones need no net that is fitted to the data; or none",
+            "auto",
+            "final scores: full; fast ones need no net that is fitted to the data; none; auto: fast where "
+            "that net would take longer than the training",
             "generation",
             kind="extent",
-            choices=("full", "fast", "none"),
+            choices=("auto", "full", "fast", "none"),
             may=("sample",),
             titled=True,
         ),
@@ -165,10 +169,10 @@ class Generation(Task):
         dropout = self.config.label_dropout
         if dropout != LABEL_DROPOUT and not self.data.num_classes:
             found.append(f"--label_dropout {dropout:g} changes nothing: the net is given no labels")
-        if self.config.scores == "full" and not self.data.yardstick and self.config.steps < 1000:
+        if self.config.scores == "auto" and not self.scored_in_full:
             found.append(
-                "the final scores take a net that is fitted to these images first, which can take longer "
-                "than a short training: --scores fast takes none"
+                "the final scores are the fast ones: fitting a net to these images first would take longer "
+                "than this training; --scores full does it"
             )
         count = len(self.data.train) + len(self.data.heldout)
         samples = self.config.samples
@@ -353,7 +357,7 @@ class Generation(Task):
         scores = metrics.generation_scores(judge.net, images, wanted, judge.heldout_images)
         if originals is not None:
             scores["psnr"] = mean_psnr(images, originals)
-        if originals is not None and c.scores == "full":
+        if originals is not None and self.scored_in_full:
             scores["distance"] = self.perceptual_distance(images, originals).mean().item()
         real, targets = self.heldout_images(rng.device)
         scores.update(self.space.scores(first, real))
@@ -388,12 +392,33 @@ class Generation(Task):
             )
         return self._reference
 
+    @functools.cached_property
+    def scored_in_full(self):
+        """Whether a net that is fitted to the data scores what is drawn. --scores auto: where it is there, or
+        takes no more FLOPs than the training.
+        """
+        c, data = self.config, self.data
+        if c.scores != "auto":
+            return c.scores == "full"
+        if data.yardstick or c.perceptual:
+            return True
+        with torch.device("meta"):
+            net = self.net()
+        args, kwargs = self.example()
+        try:
+            flops, _ = module_flops(net, args, kwargs)
+        except RuntimeError:  # a net of somebody's own that looks at values: its FLOPs can't be told
+            return True
+        trained = c.steps * c.batch_size * c.accumulate
+        fitting = flops_of_fitting(data.channels, data.image_size)
+        return trained * flops[""] / len(args[0]) >= fitting
+
     def judge(self, device="cpu"):
         """The Judge of this task's data: read once, for all scores of a run."""
         if self._judge is None:
             c = self.config
             data = self.data
-            net = self.scorer(device) if c.scores == "full" else None
+            net = self.scorer(device) if self.scored_in_full else None
             train_images, train_labels = metrics.subset(data.train, 2 * c.samples)  # enough of each class
             if not data.num_classes:
                 train_labels = None

@@ -1,7 +1,6 @@
 """The loop: learning rates, places that move, the end of a run, randomness of several ranks."""
 
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -35,7 +34,6 @@ from harness.advice import smaller_run
 from lowprec import precision
 from lowprec.parts.part import Part
 from tasks import diffusion, task
-from tasks import metrics as metrics_module
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -130,8 +128,7 @@ def test_compile_is_no_part_of_a_run(capsys, monkeypatch):
     assert train.FLAGS.name(train.FLAGS.typed({"compile": True})) == "default"
 
 
-def test_a_run_whose_data_moved_goes_on(monkeypatch, capsys):
-    monkeypatch.setattr(metrics_module, "yardstick", functools.partial(metrics_module.yardstick, steps=20))
+def test_a_run_whose_data_moved_goes_on(capsys):
     plant_folder("here/mine")
     flags = ["--image_size", 8, "--samples", 8]
     assert quick("--data", "folder:here/mine", *flags) == 0
@@ -293,8 +290,6 @@ def test_a_scale_of_new_weights_is_refused_beside_trained_ones(capsys):
 
 def test_the_noise_of_an_image_does_not_depend_on_how_many_are_drawn_at_once(monkeypatch):
     """Images of 10x10 pixels: torch's generator goes on elsewhere after a count that is no multiple of 16."""
-    quickly = functools.partial(metrics_module.yardstick, steps=2)
-    monkeypatch.setattr(metrics_module, "yardstick", quickly)
     assert quick("--model", "dit", "--image_size", 10, steps=1) == 0
     normal = task.Rng.normal
     lies = []

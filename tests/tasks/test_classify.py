@@ -356,7 +356,7 @@ def test_fashion_mnist_is_trained_on(small, monkeypatch):
     clothes("own")
     assert quick("--data", "fashion_mnist:own", steps=2) == 0
     assert quick("--data", "fashion_mnist:own", "--task", "rflow", "--model", "dit", "--samples", 4,
-                 "--sample_steps", 1, name="images", steps=1) == 0
+                 "--sample_steps", 1, "--scores", "full", name="images", steps=1) == 0
     found = json.loads(Path("runs/images/summary.json").read_text())["scores"]["ema"]
     assert math.isfinite(found["frechet"])
 

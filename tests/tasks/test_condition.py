@@ -161,6 +161,7 @@ def test_images_from_those_of_a_folder_resume_and_are_diagnosed(
     monkeypatch.setattr(metrics, "yardstick", lambda *_: metrics.load_feature_net(metrics.DIGITS_NET_FILE))
     flags = ["--data", f"folder:{folder}", "--condition", kind, "--image_size", "16", "--steps", "3"]
     flags += ["--batch_size", "4", "--samples", "6", "--sample_steps", "2", "--model", "dit", "--name", "a"]
+    flags += ["--scores", "full"]
     assert train.main(flags) in (0, None)
     assert "psnr" in capsys.readouterr().out
     assert train.main(["--diagnose", "runs/a"]) in (0, 1, None)

@@ -1,5 +1,6 @@
 """What a generation scores and draws."""
 
+import dataclasses
 import math
 
 import common
@@ -46,10 +47,16 @@ def test_evaluate_scores_real_images_better_than_a_blind_net(kind, digits):
     assert torch.equal(grid[:, 4 - wanted.shape[1] :], wanted[:, 4:])
 
 
-@pytest.mark.parametrize("kind, named", [("fast", {"sliced_wasserstein"}), ("none", set())])
+@pytest.mark.parametrize(
+    "kind, named", [("fast", {"sliced_wasserstein"}), ("auto", {"sliced_wasserstein"}), ("none", set())]
+)
 def test_fewer_scores_need_no_net_that_is_fitted(kind, named, digits, monkeypatch):
     monkeypatch.setattr(metrics, "yardstick", lambda *_: pytest.fail("a net was fitted"))
-    task = make(RFlow, digits, samples=20, scores=kind)
+    own = dataclasses.replace(digits, yardstick=None)
+    assert make(RFlow, own, size="tiny").scored_in_full  # 3,000 steps of 64 images
+    task = make(RFlow, own, size="tiny", steps=100, samples=20, scores=kind)
+    told = [note for note in task.notes() if "--scores full" in note]
+    assert len(told) == (kind == "auto")
     scores, pictures = task.evaluate(Recorder(0.0), Rng(0))
     assert {name for name in scores if name in RFlow.distances} == named and pictures
     assert set(task.reference()) == ({"floor", "ceiling"} if named else set())

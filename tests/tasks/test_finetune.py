@@ -1,6 +1,5 @@
 """Finetuning a net on another text or other images, the A/A control, and an average with a warm-up."""
 
-import functools
 import json
 import math
 from pathlib import Path
@@ -13,7 +12,6 @@ from cli import after_step, assert_same, checkpoint, command, metrics, one_line,
 import train
 from harness.initial import perturb
 from harness.run_folder import read_checkpoint
-from tasks import metrics as scores
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -83,9 +81,7 @@ def test_a_net_of_another_block_is_refused_and_so_are_images_of_other_data(capsy
     assert "no checkpoint at runs/image" in one_line(capsys)
 
 
-def test_a_net_of_images_goes_on_with_other_images_of_its_shapes(capsys, monkeypatch):
-    quickly = functools.partial(scores.yardstick, steps=2)
-    monkeypatch.setattr(scores, "yardstick", quickly)
+def test_a_net_of_images_goes_on_with_other_images_of_its_shapes(capsys):
     assert cli.quick("--ema_decay", "0", name="old") == 0
     for digit in range(10):
         cli.plant_folder(f"new/{digit}", 4)
