@@ -396,12 +396,15 @@ and what is neither text nor diffusion. In no group and no figure of EXPERIMENTS
 def settings_page(found):
     usual = [setting for setting in found if setting.group != OTHER]
     rest = [setting for setting in found if setting.group == OTHER]
+    from_scratch = [setting for setting in usual if not setting.flags["finetune"]]
+    nets = {setting.net for setting in from_scratch}
+    of_other_nets = [setting for setting in rest if setting.net not in nets]
     parts = [SETTINGS_HEAD, "## Text, diffusion and finetuning, by AdamW", settings_table(usual)]
     parts += [
         REST_HEAD,
         settings_table(rest),
         STEPS_HEAD,
-        steps_table([setting for setting in usual if not setting.flags["finetune"]]),
+        steps_table([*from_scratch, *of_other_nets]),
     ]
     folders = {number: folder for setting in found for number, folder in setting.numbers.items()}
     parts.append("\n".join(f"[{number}]: {folder}/README.md" for number, folder in sorted(folders.items())))
@@ -450,7 +453,9 @@ STEPS_HEAD = """<a id="steps"></a>
 Over the second half of a run the training loss of fp32 falls by so much a step (a straight line through the
 logarithms of the recorded losses, one for each seed). 0.2 % divided by that, with the ends of its 95 %
 interval: a recipe that loses 0.2 % is about as far as fp32 was so many steps before its end. "-": too noisy
-to tell. From recorded curves, at the schedule of the run."""
+to tell. From recorded curves, at the schedule of the run: each setting from scratch of a net of the first
+table, and of a net that the second table alone has. Runs with fewer than four records in their second half
+are left out."""
 SHARE_IN_STEPS = 0.002
 
 
@@ -464,7 +469,9 @@ def steps_table(chosen):
         told = ["-", "-"]
         if found.low > 0:
             steps, few, many = (SHARE_IN_STEPS / x for x in (found.mean, found.high, found.low))
-            told = [f"{steps:.0f} ({few:.0f} to {many:.0f})", f"{100 * steps / one.flags['steps']:.1f} %"]
+            decimals = 1 if steps < 10 else 0
+            interval = f"({few:.{decimals}f} to {many:.{decimals}f})"
+            told = [f"{steps:.{decimals}f} {interval}", f"{100 * steps / one.flags['steps']:.1f} %"]
         lines.append([one.net, one.words, *told])
     return compact_table(lines)
 
@@ -474,7 +481,7 @@ def fall_of_loss(record):
     curves = record.get("curves", {})
     points = list(zip(curves.get("step", []), curves.get("loss", []), strict=False))
     late = [(step, math.log(loss)) for step, loss in points if loss and 2 * step > points[-1][0]]
-    if len(late) < 5:
+    if len(late) < 4:
         return None
     return -statistics.linear_regression(*zip(*late, strict=True)).slope
 
