@@ -7,6 +7,7 @@ from harness.batches import end_workers
 from harness.ranks import Ranks
 from harness.schedule import lr_factor
 from lowprec.advice.command import whole_number
+from lowprec.advice.plot import check_picture
 from lowprec.errors import Refused
 from lowprec.trials import command
 from lowprec.trials.trial import run_trial
@@ -71,7 +72,7 @@ def main(words, make, settle, table, subject_of):
 
     name = " ".join(["python train.py", *rest])
     out = args.out or f"trial-{whole.config.name}.json"
-    command.check_out(out)
+    check_picture("--out", out, ".json")
     answer = run_trial(
         trained,
         subject_of(whole, name),

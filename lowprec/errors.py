@@ -1,8 +1,9 @@
 """The one exception for every refusal of one line, and what refusals share."""
 
+import math
 import os
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -31,6 +32,13 @@ def check_choice(what, value, choices):
     """Raises Refused for a value that is none of the choices."""
     if value not in choices:
         raise Refused(f"{what}={value!r}: unknown; choose from {', '.join(choices)}")
+
+
+def check_number(name, number, least=None):
+    """Raises Refused for a number below `least`; without one, for a number that is not above 0 and finite."""
+    if not (0 < number < math.inf if least is None else number >= least):
+        allowed = "above 0" if least is None else f"{least} or more"
+        raise Refused(f"{name}={number:g}: it must be {allowed}")
 
 
 def check_several(name, texts):
@@ -63,6 +71,19 @@ class Forgiving:
 
     def flush(self):
         pass
+
+
+@contextmanager
+def in_one_line(said):
+    """Within it an error of other people's code, which may raise anything, becomes a Refused: `said`, its
+    class and its first line.
+    """
+    try:
+        yield
+    except Refused:
+        raise
+    except (Exception, SystemExit) as error:
+        raise Refused(f"{said} {type(error).__name__}: {first_line(error)}") from error
 
 
 def first_line(error):

@@ -10,13 +10,12 @@ from time import thread_time
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from .. import evidence
-from ..errors import Refused, check_choice, first_line
-from ..optimizers.groups import LAZY_LAYER
+from ..errors import Refused, check_choice, check_number, in_one_line
 from ..parts.activations import recomputed_blocks
 from ..recipes import recipe
+from ..rules import NET_RULES, refuse
 from ..sites import LOW_PRODUCTS
 from . import machines
 from .footprint import Demand, Held, demand, held_by_gpu
@@ -299,10 +298,10 @@ def advise(
     rows of adapters beside a frozen base in bf16 or in 4 bits.
     """
     for name, number in dict(gpus=gpus, batch=batch, image_size=image_size, seq=seq).items():
-        if number is not None and number < 1:
-            raise Refused(f"{name}={number}: it must be 1 or more")
-    if lr is not None and not 0 < lr < float("inf"):
-        raise Refused(f"lr={lr:g}: it must be above 0")
+        if number is not None:
+            check_number(name, number, 1)
+    if lr is not None:
+        check_number("lr", lr)
     check_choice("regime", regime, REGIMES)
     subject = model if isinstance(model, Subject) else of_module(model, loss, image_size, seq)
     if kind is not None:
@@ -310,10 +309,7 @@ def advise(
         subject = subject._replace(kind=kind)
     if average is not None:
         subject = subject._replace(average=average)
-    if any(map(is_lazy, subject.net.parameters())):
-        raise Refused(LAZY_LAYER)
-    if not subject.parameters:
-        raise Refused(f"{subject.name}: nothing in it is trained")
+    refuse(NET_RULES, subject.net)
     machine = _machine(gpu, memory)
     if time and (gpu or memory):
         raise Refused("time: steps can be timed on this machine alone; leave gpu and memory out")
@@ -494,12 +490,8 @@ def _timed_rows(rows, subject, batch):
         candidate = row.candidate
         if row.fits and row.how[0] != "no" and not candidate.recomputes:
             r = recipe(**candidate.flags)
-            try:
+            with in_one_line(f"time: {candidate.typed} fails in a step:"):
                 seconds[candidate.typed] = seconds_a_step(subject, r, batch, **candidate.options)
-            except Refused:
-                raise
-            except Exception as error:  # the net is a stranger's, and may raise anything
-                raise Refused(f"time: {candidate.typed} fails in a step ({first_line(error)})") from error
     reference = seconds.get("(none)")
     found = []
     for row in rows:

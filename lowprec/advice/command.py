@@ -97,12 +97,10 @@ def subject_of(args, rest: list[str], build: Callable[[list[str]], subjects.Subj
         refuse_shapes(args, "a net of train.py", ["seq"])
         size = [] if args.image_size is None else ["--image_size", str(args.image_size)]
         return build(rest + size)
-    if rest and build:
-        raise Refused(f"{rest[0]} is of a net of train.py, and --{named[0]} names another net: drop one")
     if rest:
         raise Refused(
             f"{rest[0]}: no such flag; python -m lowprec advise --help lists them. A net of train.py, with "
-            "its flags: python train.py --advise"
+            "its flags and none of --net, --config and --params: python train.py --advise"
         )
     if len(named) != 1:
         raise Refused("say which net: one of --net, --config and --params")
@@ -126,7 +124,7 @@ def main(
     """
     args, rest = build_advice_parser(prog).parse_known_args(argv)
     if args.plot:
-        plot.check_plot(args.plot)
+        plot.check_picture("--plot", args.plot)
     subject = subject_of(args, rest, build)
     advice = advise(
         subject,

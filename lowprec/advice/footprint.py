@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import ledger
 from ..cast import Cast
-from ..errors import Refused, first_line
+from ..errors import Refused, in_one_line
 from ..kernels import cpu_products
 from ..parts.activations import recompute, recomputed_blocks
 from ..precision import Precision
@@ -228,23 +228,19 @@ def demand(
         shapes = Precision(shapes, recipe, ema_decay=None, lora=lora).model
     else:
         Cast(shapes, recipe)
-    try:
-        # inputs that are not fake: those of a loss, which are not counted
-        with FakeTensorMode(allow_non_fake_inputs=True), _without_tracebacks():
-            fake = without_values(shapes, "cpu")
-            if recomputes:
-                recompute(fake)
-            for module in fake.modules():  # not in an operation: an error there can end the process
-                module.register_forward_pre_hook(functools.partial(_check_time, until))
-            with StepMeter([*fake.parameters(), *fake.buffers()], in_fp32) as meter:
-                for p in fake.parameters():
-                    if p.requires_grad:
-                        p.register_post_accumulate_grad_hook(meter.gradient)
-                with rules:
-                    value = loss(View(fake, recipe, keep=("t", "timestep", "timesteps")), batch)
-                value.backward()
-    except Refused:
-        raise
-    except Exception as error:  # the net is a stranger's, and may raise anything
-        raise Refused(f"the net can't be called without values ({first_line(error)})") from error
+    # inputs that are not fake: those of a loss, which are not counted
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with in_one_line("the net can't be called without values:"), fakes, _without_tracebacks():
+        fake = without_values(shapes, "cpu")
+        if recomputes:
+            recompute(fake)
+        for module in fake.modules():  # not in an operation: an error there can end the process
+            module.register_forward_pre_hook(functools.partial(_check_time, until))
+        with StepMeter([*fake.parameters(), *fake.buffers()], in_fp32) as meter:
+            for p in fake.parameters():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(meter.gradient)
+            with rules:
+                value = loss(View(fake, recipe, keep=("t", "timestep", "timesteps")), batch)
+            value.backward()
     return Demand(batch, meter.most, meter.activations, meter.casts)

@@ -130,16 +130,16 @@ def gpu_of_memory(text: str) -> Machine:
 
 
 def bytes_of_text(text: str) -> int:
-    """Bytes of '24GiB', '24GB' or '512MiB'. Raises Refused for another text, and for no memory at all."""
+    """Bytes of '24GiB', '24GB' or '512MiB'. Raises Refused for another text, and for less than a MiB."""
     units = {"": 1, "m": 2**20, "mib": 2**20, "mb": 10**6, "g": GIB, "gib": GIB, "gb": 10**9, "tib": 2**40}
     found = re.fullmatch(r"([0-9.]+) *([a-z]*)", str(text).strip().lower())
     try:
         number, unit = found.groups() if found else ("", "")
         memory = int(float(number) * units[unit])
     except (ValueError, KeyError, OverflowError):
-        raise Refused(f"--memory {text}: write a number and a unit, as in 24GiB or 512MiB") from None
+        memory = 0
     if memory < 2**20:
-        raise Refused(f"--memory {text}: no net fits into that; write a number and a unit, as in 24GiB")
+        raise Refused(f"--memory {text}: write a number and a unit, as in 24GiB or 512MiB")
     return memory
 
 

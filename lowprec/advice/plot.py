@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ..errors import Refused
 from ..machine import quiet_import
@@ -12,22 +13,26 @@ COLOUR_OF_FITTING, COLOUR_OF_TOO_LARGE = "tab:blue", "lightgrey"
 LONGEST_TITLE = 80
 
 
-def check_plot(file: str) -> None:
-    """Raises Refused for a name that is no FILE.png in a folder, and without matplotlib."""
+def check_picture(flag: str, file: str, suffix: str = ".png") -> None:
+    """Raises Refused for a name that is no FILE.png in a folder that there is, and without matplotlib.
+    suffix: of a file beside which the picture is drawn.
+    """
     path = Path(file)
-    if path.suffix != ".png" or not path.parent.is_dir() or path.is_dir():
-        raise Refused(f"--plot {file}: write FILE.png, in a folder that there is")
-    quiet_import("matplotlib", f"--plot {file}")
+    if path.suffix != suffix or not path.resolve().parent.is_dir() or path.is_dir():
+        raise Refused(f"{flag} {file}: write FILE{suffix}, in a folder that there is")
+    figure_class()
+
+
+def figure_class() -> Any:
+    """matplotlib's Figure. Raises Refused without that package."""
+    return quiet_import("matplotlib.figure", "a picture").Figure
 
 
 def draw_plot(advice, file: str) -> None:
     """Write FILE.png: a line a recipe, in the order of the table, with its memory as a bar and the change of
-    the held-out loss with its 95 % interval. Raises Refused for a file that can't be written.
+    the held-out loss with its 95 % interval.
     """
-    check_plot(file)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.5 + 0.35 * len(advice.rows)), layout="constrained")
+    figure = figure_class()(figsize=(10, 1.5 + 0.35 * len(advice.rows)), layout="constrained")
     memory, loss = figure.subplots(1, 2, sharey=True)
     _draw_memory(memory, advice)
     _draw_loss(loss, advice.rows)
@@ -36,10 +41,7 @@ def draw_plot(advice, file: str) -> None:
     if len(title) > LONGEST_TITLE:
         title = f"{title[:LONGEST_TITLE]} ..."
     figure.suptitle(title, fontsize=10)
-    try:
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise Refused(f"--plot {file}: {error.strerror}; give another place") from None
+    figure.savefig(file, dpi=120)
 
 
 def _draw_memory(axes, advice):

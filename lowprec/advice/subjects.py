@@ -4,15 +4,14 @@ number of parameters.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import json
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import Refused, first_line
+from ..errors import Refused, in_one_line
 from ..machine import quiet_import
 
 # what the name of a class says of its kind, as lowprec.evidence calls it. Capitals count: a ConditionalVAE
@@ -154,12 +153,7 @@ def of_count(count: float) -> Subject:
 def of_file(spec: str, image_size=None, seq=None) -> Subject:
     """FILE.py:FUNCTION, which returns the net, or (net, loss). The file is run. Raises Refused."""
     file, _, function = spec.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not path.is_file():
-        raise Refused(f"--net {spec}: write FILE.py:FUNCTION of a file that there is")
-    build = getattr(run_file(path, f"--net {path}"), function, None)
-    if not callable(build):
-        raise Refused(f"--net {spec}: {path} has no function {function}")
+    build = getattr(run_file(file, [function], "--net FILE.py:FUNCTION"), function)
     wanted = [
         name
         for name, argument in inspect.signature(build).parameters.items()
@@ -167,30 +161,33 @@ def of_file(spec: str, image_size=None, seq=None) -> Subject:
     ]
     if wanted:
         raise Refused(f"--net {spec}: {function} needs {', '.join(wanted)}; give one without arguments")
-    try:
+    with in_one_line(f"--net {spec}: {function}() raised"):
         built = build()
-    except (Exception, SystemExit) as error:  # the reader's own code, which may raise anything
-        what = f"{type(error).__name__}: {first_line(error)}"
-        raise Refused(f"--net {spec}: {function}() raised {what}") from None
     net, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(net, nn.Module):
         raise Refused(f"--net {spec}: {function}() returns no torch.nn.Module")
     return of_module(net, loss, image_size, seq)
 
 
-def run_file(path: Path, said: str) -> types.ModuleType:
-    """A file as a module. said: how it was named. Raises Refused where running it fails."""
-    spec = importlib.util.spec_from_file_location(f"advised_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise Refused(f"{said}: it can't be run as Python")
-    module = importlib.util.module_from_spec(spec)
+def run_file(file: str, functions: Iterable[str], form: str) -> types.ModuleType:
+    """FILE.py as a module with all these functions. form: how it is to be named. Raises Refused where it
+    lacks one or can't be run.
+    """
+    path = Path(file).expanduser()
+    if path.suffix != ".py" or not path.is_file():
+        raise Refused(f"{file}: write {form} of a file that there is")
+    loader = SourceFileLoader(f"advised_{path.stem}", str(path))
+    module = types.ModuleType(loader.name)
+    module.__file__ = str(path)
     sys.path.insert(0, str(path.resolve().parent))  # what it imports from beside it
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise Refused(f"{said}: {type(error).__name__}: {first_line(error)}") from error
+        with in_one_line(f"{path}:"):
+            loader.exec_module(module)
     finally:
         sys.path.pop(0)
+    for name in functions:
+        if not callable(getattr(module, name, None)):
+            raise Refused(f"{path} has no function {name}; it is asked for {', '.join(functions)}")
     return module
 
 
@@ -199,23 +196,15 @@ def run_file(path: Path, said: str) -> types.ModuleType:
 
 def of_config(file: str, seq=None) -> Subject:
     """A config.json of transformers or diffusers, built on the meta device. Raises Refused."""
-    try:
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    text = Path(file).read_text(encoding="utf-8")
+    with in_one_line(f"--config {file}:"):
+        config = json.loads(text)
         _check_counts(config)
-    except (OSError, ValueError, RecursionError) as error:
-        raise Refused(f"--config {file}: {first_line(error)}") from None
-    if not isinstance(config, dict) or not {"_class_name", "model_type"} & config.keys():
-        raise Refused(
-            f"--config {file}: it has neither model_type (transformers) nor _class_name (diffusers)"
-        )
-    try:
+        if not {"_class_name", "model_type"} & config.keys():
+            raise Refused(f"{file} has neither model_type (transformers) nor _class_name (diffusers)")
         if "_class_name" in config:
-            return _of_diffusers(file, config)
-        return _of_transformers(file, config, seq)
-    except Refused:
-        raise
-    except Exception as error:
-        raise Refused(f"--config {file}: the library refuses it ({first_line(error)})") from error
+            return _of_diffusers(config)
+        return _of_transformers(config, seq)
 
 
 def _check_counts(tree, name=""):
@@ -229,12 +218,12 @@ def _check_counts(tree, name=""):
         raise ValueError(f"{name} is {tree:,}: at most {MOST_PARTS:,} can be built")
 
 
-def _of_diffusers(file, config):
-    diffusers = quiet_import("diffusers", f"--config {file}")
+def _of_diffusers(config):
+    diffusers = quiet_import("diffusers", "--config")
     name = config["_class_name"]
     kind = getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise Refused(f"--config {file}: diffusers has no net {name}")
+        raise Refused(f"--config: diffusers has no net {name}")
     with torch.device("meta"):
         net = kind.from_config(config)
     c = net.config
@@ -253,13 +242,13 @@ def _of_diffusers(file, config):
     return Subject(name, net, loss if known else None, why, kind_of(net))
 
 
-def _of_transformers(file, config, seq):
-    transformers = quiet_import("transformers", f"--config {file}")
+def _of_transformers(config, seq):
+    transformers = quiet_import("transformers", "--config")
     settings = transformers.AutoConfig.for_model(**config)
     named = next(iter(config.get("architectures") or ()), None)
     kind = getattr(transformers, named, None) if named else None
     if named and kind is None:
-        raise Refused(f"--config {file}: transformers has no net {named}")
+        raise Refused(f"--config: transformers has no net {named}")
     with torch.device("meta"):
         net = kind(settings) if kind else _largest_of(transformers, settings)
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)

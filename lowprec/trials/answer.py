@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..advice.plot import figure_class
 from ..advice.text import aligned
-from ..errors import Refused
-from ..machine import quiet_import
 from .book import CHAOS, Book, Row
 
 HEADER = ["recipe", "bytes a parameter", "seconds a step", "change [interval], %", "of it writes, %", "pairs"]
@@ -57,9 +56,7 @@ class Answer:
         return [*cells, row.foreseen or "-", row.verdict]
 
     def draw(self, file: str | Path) -> None:
-        """Write FILE.png: the change that each recipe makes, with its interval and its pairs. Raises Refused
-        for a file that can't be written.
-        """
+        """Write FILE.png: the change that each recipe makes, with its interval and its pairs."""
         rows = self.rows
         figure = figure_class()(figsize=(8, 1.3 + 0.4 * len(rows)), layout="constrained")
         axes = figure.subplots()
@@ -78,15 +75,7 @@ class Answer:
         axes.invert_yaxis()
         axes.set_xlabel(f"held-out loss against {self.book.reference}, %: pairs, mean and 95 % interval")
         axes.legend(fontsize=8)
-        try:
-            figure.savefig(file, dpi=120)
-        except OSError as error:
-            raise Refused(f"can't write {file}: {error.strerror}; name another file") from None
-
-
-def figure_class() -> Any:
-    """matplotlib's Figure. Raises Refused without that package."""
-    return quiet_import("matplotlib.figure", "a trial's picture").Figure
+        figure.savefig(file, dpi=120)
 
 
 def _interval(mean, low, high):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import evidence
-from ..errors import Refused, first_line
+from ..errors import Refused, in_one_line
 from .intervals import LEVEL_OF_A_LOOK, Mean, mean_at_level
 
 FORMAT = 1
@@ -78,11 +78,8 @@ class Book:
         if self.file is None:
             return
         part = self.file.with_name(f"{self.file.name}.part")
-        try:
-            part.write_text(json.dumps(self.json(), indent=1) + "\n", encoding="utf-8")
-            os.replace(part, self.file)
-        except OSError as error:
-            raise Refused(f"can't write {self.file}: {error.strerror}; name another file") from None
+        part.write_text(json.dumps(self.json(), indent=1) + "\n", encoding="utf-8")
+        os.replace(part, self.file)
 
     def result(self, recipe: str, seed: int) -> dict[str, Any] | None:
         return self.runs.get(recipe, {}).get(str(seed))
@@ -169,12 +166,11 @@ class Book:
 
 def read_file(file: str | Path) -> dict[str, Any]:
     """What a Book has written. Raises Refused for another file."""
-    try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise Refused(f"{file} can't be read as a trial ({first_line(error)})") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or "runs" not in found:
-        raise Refused(f"{file} is no trial's file")
+    text = Path(file).read_text(encoding="utf-8")
+    with in_one_line(f"{file} is no trial's file:"):
+        found = json.loads(text)
+        if found["format"] != FORMAT or "runs" not in found:
+            raise ValueError(f"it has no runs of format {FORMAT}")
     return found
 
 

@@ -6,12 +6,11 @@ import argparse
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from ..advice.command import AdviceParser, whole_number
+from ..advice.plot import check_picture
 from ..advice.subjects import run_file
-from ..errors import Refused
-from .answer import Answer, figure_class
+from .answer import Answer
 from .training import usual_schedule
 from .trial import USUAL_RECIPES, trial
 
@@ -62,13 +61,6 @@ def build_trial_parser(prog: str, description: str = HELP) -> argparse.ArgumentP
     return parser
 
 
-def check_out(out: str) -> None:
-    """Raises Refused for an --out that is no FILE.json, and without matplotlib."""
-    if Path(out).suffix != ".json" or not Path(out).resolve().parent.is_dir():
-        raise Refused(f"--out {out}: write FILE.json, in a folder that there is")
-    figure_class()
-
-
 def shown(answer: Answer, out: str, as_json: bool) -> int:
     """Print an answer and draw it beside its file; the exit status."""
     picture = Path(out).with_suffix(".png")
@@ -86,12 +78,12 @@ def main(argv: list[str], prog: str = "python -m lowprec trial") -> int:
     parser.add_argument("--lr", type=float, help="the largest learning rate; default: that of `options`")
     parser.add_argument("--from", dest="start", metavar="CHECKPOINT", help="whose weights it starts from")
     args = parser.parse_args(argv)
-    mine = defined_in(args.file)
+    mine = run_file(args.file, ASKED, "FILE.py")
     options = dict(getattr(mine, "options", {}))
     if args.lr is not None:
         options["lr"] = args.lr
     out = args.out or f"trial-{Path(args.file).stem}.json"
-    check_out(out)
+    check_picture("--out", out, ".json")
     answer = trial(
         *(getattr(mine, name) for name in ASKED),
         recipes=args.recipes,
@@ -108,15 +100,3 @@ def main(argv: list[str], prog: str = "python -m lowprec trial") -> int:
         **options,
     )
     return shown(answer, out, args.json)
-
-
-def defined_in(file: str) -> Any:
-    """A file as a module, with all that is ASKED. Raises Refused for one without."""
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not path.is_file():
-        raise Refused(f"{file}: write FILE.py of a file that there is")
-    module = run_file(path, str(path))
-    for name in ASKED:
-        if not callable(getattr(module, name, None)):
-            raise Refused(f"{path} has no function {name}; a trial asks for {', '.join(ASKED)}")
-    return module

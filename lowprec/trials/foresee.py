@@ -26,7 +26,7 @@ from torch import nn
 
 from ..advice.command import AdviceParser
 from ..advice.text import aligned
-from ..errors import Refused
+from ..errors import Refused, check_number
 from ..formats import FORMATS
 from ..watch.adapters import answering, hooked, unwrapped
 from ..watch.checkpoints import Checkpoint, read_checkpoint, weight_names_of
@@ -75,9 +75,7 @@ def moved_by(name, weight, m, v, steps, group, lr) -> Moved:
 
 
 def of_optimizer(model: nn.Module, optimizer: Any, lr: float | None) -> tuple[list[Moved], int]:
-    """What an optimiser with Adam's moments moves in a model, and how many tensors are left out. Raises
-    Refused without moments.
-    """
+    """What an optimiser with Adam's moments moves in a model, and how many tensors are left out."""
     names = {p: name for name, p in unwrapped(model).named_parameters()}
     inner = hooked(optimizer)
     answers = answering(inner)
@@ -90,15 +88,11 @@ def of_optimizer(model: nn.Module, optimizer: Any, lr: float | None) -> tuple[li
                 left_out += 1
                 continue
             found.append(moved_by(names.get(p, "?"), answers.held(p), m, v, steps, group, lr))
-    if not found:
-        raise Refused("the optimiser has no moments of Adam yet: foresee after some steps of Adam or AdamW")
     return found, left_out
 
 
 def of_checkpoint(checkpoint: Checkpoint, lr: float | None) -> tuple[list[Moved], int]:
-    """The same of a checkpoint, and how many tensors are left out. Raises Refused for one without moments,
-    and where states fit no weights.
-    """
+    """The same of a checkpoint. Raises Refused where states fit no weights."""
     left = dict(checkpoint.weights)
     found, left_out = [], 0
     for key, state in checkpoint.states.items():
@@ -109,10 +103,6 @@ def of_checkpoint(checkpoint: Checkpoint, lr: float | None) -> tuple[list[Moved]
         name = _weight_of(key, m, checkpoint, left)
         steps = float(state.get("step", math.inf))  # where it is not known: no bias any more
         found.append(moved_by(name, left.pop(name), m, v, steps, checkpoint.groups.get(key, {}), lr))
-    if not found:
-        raise Refused(
-            f"{checkpoint.path} holds no moments of Adam: give a checkpoint with the optimiser's state"
-        )
     return found, left_out
 
 
@@ -366,12 +356,19 @@ def foresee(
     Raises:
         Refused (a ValueError): without moments or a rate, and for a file that can't be read.
     """
+    for name, number in dict(lr=lr, loss=loss).items():
+        if number is not None:
+            check_number(name, number)
     if isinstance(model, str | Path):
         checkpoint = read_checkpoint(model)
         moved, left_out = of_checkpoint(checkpoint, lr)
-        return Forecast(moved, ahead, loss, left_out, average_unwritten(checkpoint, ema_decay))
-    moved, left_out = of_optimizer(model, optimizer, lr)
-    return Forecast(moved, ahead, loss, left_out)
+        average = average_unwritten(checkpoint, ema_decay)
+    else:
+        moved, left_out = of_optimizer(model, optimizer, lr)
+        average = None
+    if not moved:
+        raise Refused("there are no moments of Adam yet: foresee after some of its steps, by its states")
+    return Forecast(moved, ahead, loss, left_out, average)
 
 
 def main(argv: list[str], prog: str = "python -m lowprec foresee") -> int:
@@ -385,10 +382,6 @@ def main(argv: list[str], prog: str = "python -m lowprec foresee") -> int:
     parser.add_argument("--ema_decay", type=float, default=0.999, help="of its average; default: 0.999")
     parser.add_argument("--json", action="store_true", help="print it for a program")
     args = parser.parse_args(argv)
-    for name in ("lr", "loss"):
-        given = getattr(args, name)
-        if given is not None and not 0 < given < math.inf:
-            raise Refused(f"--{name} {given:g}: write a number above 0")
     ahead = [(1 + math.cos(math.pi * i / 20)) / 2 for i in range(20)] if args.cosine else ()
     found = foresee(args.checkpoint, lr=args.lr, ahead=ahead, loss=args.loss, ema_decay=args.ema_decay)
     print(json.dumps(found.json(), indent=1) if args.json else found)

@@ -6,14 +6,13 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..errors import Refused, first_line, out_of_memory
+from ..errors import Refused, in_one_line
 from ..precision import Precision
 from ..recipes import recipe
 from ..rounding import Stream, stream
@@ -46,7 +45,7 @@ class Problem(NamedTuple):
 
     def call(self, name: str, *args: Any) -> Any:
         """What one of its functions returns. An error of it becomes a Refused that names the function."""
-        with named_errors(name):
+        with in_one_line(f"{name}() raised"):
             return getattr(self, name)(*args)
 
     def net(self) -> nn.Module:
@@ -55,19 +54,6 @@ class Problem(NamedTuple):
         if not isinstance(net, nn.Module):
             raise Refused(f"build() returned a {type(net).__name__}, and a torch.nn.Module is asked for")
         return net
-
-
-@contextmanager
-def named_errors(name):
-    """Turns an error of the reader's own code, which may raise anything, into a line that names it."""
-    try:
-        yield
-    except Refused:
-        raise
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        raise Refused(f"{name}() raised {type(error).__name__}: {first_line(error)}") from error
 
 
 class Training:
@@ -91,7 +77,7 @@ class Training:
         options = {"ema_decay": None, **problem.options, "seed": seed}
         if problem.groups is not None:
             options["groups"] = problem.call("groups", net)
-        with named_errors("Precision"):
+        with in_one_line("Precision() raised"):
             self.run = Precision(net, recipe(**flags), **options)
         self.source = "raw" if self.run.ema is None else "ema"
         self.rates = [float(group["lr"]) for group in self.run.optimizer.param_groups]
@@ -111,7 +97,7 @@ class Training:
         total = torch.zeros(())
         for _ in range(self.run.options.accumulate):
             loss = self._loss(self.run, self._next_batch())
-            with named_errors("backward"):
+            with in_one_line("backward() raised"):
                 self.run.backward(loss)
             total = total + loss.detach().float() / self.run.options.accumulate
         self.run.step()
@@ -119,7 +105,7 @@ class Training:
         return total
 
     def _next_batch(self):
-        with named_errors("batches"):
+        with in_one_line("batches() raised"):
             batch = next(self.batches, self.END)
         if batch is not self.END:
             return batch
@@ -175,12 +161,10 @@ def load_weights(net: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     names = weight_names_of(own, weights)
     given = {own[name].data_ptr() for name in names}  # tied weights may stand there once
     for name, t in own.items():
-        if name not in names:
-            if t.dim() and t.data_ptr() not in given:
-                raise Refused(f"the checkpoint has no weight {name}: it is another net's")
+        if name not in names and (not t.dim() or t.data_ptr() in given):
             continue
-        found = weights[names[name]]
-        if found.shape != t.shape:
-            shapes = f"the shape {list(found.shape)}, and this net's {list(t.shape)}"
-            raise Refused(f"the checkpoint's {name} has {shapes}: it is another net's")
+        found = weights.get(names.get(name, ""))
+        if found is None or found.shape != t.shape:
+            shape = list(t.shape)
+            raise Refused(f"the checkpoint has no weight {name} of the shape {shape}: it is another net's")
         t.copy_(found)

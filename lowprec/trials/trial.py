@@ -23,7 +23,7 @@ from .. import evidence
 from ..advice.answer import CANDIDATES, advise
 from ..advice.subjects import Subject, of_module
 from ..advice.text import gib
-from ..errors import Refused, check_several
+from ..errors import Refused, check_number, check_several
 from ..recipes import recipe
 from ..watch.checkpoints import read_checkpoint
 from .answer import Answer
@@ -186,10 +186,8 @@ def run_trial(
     plan: dict[str, Any],
 ) -> Answer:
     """`trial` of what make(arm, seed) trains, see training.Training. plan: what else tells it from others."""
-    if steps < 1:
-        raise Refused(f"steps={steps}: a training has one step or more")
-    if not 0 < within < math.inf:
-        raise Refused(f"within={within:g}: write a percentage above 0, as 0.3")
+    check_number("steps", steps, 1)
+    check_number("within", within)
     check_several("recipes", recipes)
     student()  # without scipy it is refused now
     seconds = seconds_of(budget)

@@ -105,19 +105,17 @@ def check_states(optimizer, named):
         state = optimizer.state.get(p)
         if not state:
             continue  # it begins at the first gradient
-        fix = "restore the optimiser's state, or clear it to begin anew"
         moments = ["exp_avg", "exp_avg_sq"]
         if groups[p].get("amsgrad"):
             moments.append("max_exp_avg_sq")
+        lacks = [] if steps_of(state) is not None else ["number of steps"]
         for moment in moments:
             held = state.get(moment)
-            if not torch.is_tensor(held):
-                raise Refused(f"the optimiser's state of {name} has no {moment}: {fix}")
-            if held.shape != p.shape:
-                shapes = f"the shape {list(held.shape)}, and the parameter {list(p.shape)}"
-                raise Refused(f"{moment} of {name} has {shapes}: {fix}")
-        if steps_of(state) is None:
-            raise Refused(f"the optimiser's state of {name} has no number of steps: {fix}")
+            if not torch.is_tensor(held) or held.shape != p.shape:
+                lacks.append(f"{moment} of the shape {list(p.shape)}")
+        if lacks:
+            fix = "restore the optimiser's state, or clear it to begin anew"
+            raise Refused(f"the optimiser's state of {name} has no {' and no '.join(lacks)}: {fix}")
 
 
 # ---- Any torch optimiser -----------------------------------------------------------------------------------

@@ -133,10 +133,9 @@ def _of_bitsandbytes(codes, state, number):
 
 def _refuse_incomparable(value, name, path):
     """Refuse a tensor whose values can't be compared."""
-    if value.layout != torch.strided:
-        raise Refused(f"{path}: {name} is sparse ({value.layout}); save it with to_dense()")
-    if value.is_meta:
-        raise Refused(f"{path}: {name} is on the meta device and holds no values; save the values")
+    if value.layout != torch.strided or value.is_meta:
+        kind = "on the meta device" if value.is_meta else f"sparse ({value.layout})"
+        raise Refused(f"{path}: {name} is {kind}: it can't be compared; save its values, with to_dense()")
 
 
 def paired_tensors(before, after, what, files):
@@ -146,12 +145,10 @@ def paired_tensors(before, after, what, files):
     """
     one, two = _alike(_comparable(before), _comparable(after))
     for name in [*one, *two]:
-        for side, path in ((one, files[0]), (two, files[1])):
-            if name not in side:
-                raise Refused(f"different nets: {path} has no {what} {name}")
-        if one[name].shape != two[name].shape:
-            shapes = f"{list(one[name].shape)} and {list(two[name].shape)}"
-            raise Refused(f"different nets: {name} has the shapes {shapes}")
+        shapes = [list(side[name].shape) if name in side else "absent" for side in (one, two)]
+        if shapes[0] != shapes[1]:
+            sides = " and ".join(f"{shape} in {path}" for shape, path in zip(shapes, files, strict=True))
+            raise Refused(f"different nets: the {what} {name} is {sides}")
     return [(name, one[name], two[name]) for name in one]
 
 

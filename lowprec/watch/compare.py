@@ -49,8 +49,6 @@ class Pair:
     def __init__(self, before, after):
         self.before, self.after = before, after
         files = before.path, after.path
-        if bool(after.weights) != bool(before.weights):
-            raise Refused(f"only one of {files[0]} and {files[1]} holds weights")
         by_noise = bool(after.states) and after.stochastic == after.states.keys()
         pairs = paired_tensors(before.weights, after.weights, "weight", files)
         self.weights = [SavedWeight(*pair, by_noise) for pair in pairs]

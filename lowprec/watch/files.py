@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import Refused
+from ..errors import Refused, in_one_line
 
 # what transformers, diffusers and PEFT call the weights in a folder
 STEMS_OF_WEIGHT_FILES = ("model", "diffusion_pytorch_model", "adapter_model", "pytorch_model")
@@ -23,20 +23,17 @@ OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
 HARMLESS = {"argparse.Namespace", "collections.defaultdict", "collections.Counter", "collections.deque"}
 HARMLESS |= {"pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib.WindowsPath", "pathlib.PureWindowsPath"}
 HARMLESS |= {"datetime.datetime", "datetime.timedelta", "pathlib._local.PosixPath", "types.SimpleNamespace"}
-RUNS_CODE_TEXT = (
-    "it holds more than tensors and plain values, and loading it would run code; save its state_dict alone"
-)
 
 
 def loaded(path):
     """A nest of dicts, lists and tensors: of a file, an index of shards, or a folder with an index, with one
     file of weights or by torch.distributed.checkpoint. Raises Refused for anything else.
     """
-    if path.is_dir():
-        return _loaded_folder(path)
-    if not path.is_file():
+    if not path.exists():
         raise Refused(f"{path}: no such file; give a .safetensors file or one that torch.save wrote")
-    try:
+    with in_one_line(f"{path} is no checkpoint, or is cut short:"):
+        if path.is_dir():
+            return _loaded_folder(path)
         if path.name.endswith(".index.json"):
             return _loaded_shards(path)
         if path.suffix == ".safetensors":
@@ -44,14 +41,6 @@ def loaded(path):
 
             return load_file(path)
         return _loaded_by_torch(path)
-    except Refused:
-        raise
-    except pickle.UnpicklingError as error:
-        if re.search("allowed global|Unsupported class|unsupported GLOBAL", str(error)):
-            raise Refused(f"{path}: {RUNS_CODE_TEXT}") from error
-        raise Refused(f"{path} is no checkpoint, or is cut short") from error
-    except Exception as error:  # torch and safetensors raise what they like at broken files
-        raise Refused(f"{path} is no checkpoint, or is cut short ({type(error).__name__})") from error
 
 
 # ---- What torch.save wrote ---------------------------------------------------------------------------------
@@ -100,9 +89,17 @@ def _loaded_by_torch(path):
                 stand_ins.append((CodedTensor if coded else StandIn, name))
     with warnings.catch_warnings(), torch.serialization.safe_globals(stand_ins):
         warnings.simplefilter("ignore")  # torch's, at sparse tensors
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            if not re.search("allowed global|Unsupported class|unsupported GLOBAL", str(error)):
+                raise
+            found = StandIn()
     if isinstance(found, StandIn):
-        raise Refused(f"{path}: {RUNS_CODE_TEXT}")
+        raise Refused(
+            f"{path}: it holds more than tensors and plain values, and loading it would run code; save its "
+            "state_dict alone"
+        )
     return found
 
 
@@ -173,16 +170,11 @@ class Records(pickle.Unpickler):
 
 def _loaded_distributed(folder):
     """The tensors of a folder that torch.distributed.checkpoint wrote, in the nest that was saved."""
-    try:
-        with open(folder / ".metadata", "rb") as file:
-            records = Records(file).load()
-        sizes = {name: getattr(record, "size", None) for name, record in records.state_dict_metadata.items()}
-        tensors = _put_together(folder, records.storage_data, sizes)
-        return _nested(tensors, records.planner_data or {})
-    except Refused:
-        raise
-    except Exception as error:  # of a forged or a broken file
-        raise Refused(f"{folder} is no checkpoint, or is cut short ({type(error).__name__})") from error
+    with open(folder / ".metadata", "rb") as file:
+        records = Records(file).load()
+    sizes = {name: getattr(record, "size", None) for name, record in records.state_dict_metadata.items()}
+    tensors = _put_together(folder, records.storage_data, sizes)
+    return _nested(tensors, records.planner_data or {})
 
 
 def _put_together(folder, places, sizes):

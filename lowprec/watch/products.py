@@ -15,7 +15,7 @@ import math
 import torch
 from torch import nn
 
-from ..errors import Refused
+from ..errors import Refused, check_choice
 from ..layers.block_formats import BLOCK_FORMATS
 
 ROWS_SAMPLED = 256  # of a layer's inputs and gradients that are looked at: whole blocks of each format
@@ -67,8 +67,7 @@ class Products:
         self.forms = {}
         self.totals = {}  # {format: {layer: (float64 [3, 4], float64 [3, 2])}}
         for name in names:
-            if name not in BLOCK_FORMATS:
-                raise Refused(f"products: unknown format '{name}'; choose from {', '.join(BLOCK_FORMATS)}")
+            check_choice("products", name, BLOCK_FORMATS)
             self.forms[name] = BLOCK_FORMATS[name]
             self.totals[name] = {}
         self.layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}

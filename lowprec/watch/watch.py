@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import Refused
+from ..errors import Refused, check_number
 from ..telemetry import sample_entries
 from . import findings
 from .adapters import answering, check_states, hooked, renew, skips, unwrapped
@@ -84,8 +84,8 @@ class Watch:
         products: Iterable[str] = (),
         writes: bool = False,
     ) -> None:
-        if every is not None and every < 1:
-            raise Refused(f"every={every}: looks are at least one step apart")
+        if every is not None:
+            check_number("every", every, 1)
         self.model = unwrapped(model)
         if not isinstance(self.model, torch.nn.Module):
             raise Refused(f"Watch takes the model as an nn.Module, not {type(model).__name__}")

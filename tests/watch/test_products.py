@@ -72,7 +72,7 @@ def test_steps_that_are_not_looked_at_cost_nothing():
 
 
 def test_unknown_formats_and_nets_without_layers_are_refused():
-    with pytest.raises(Refused, match="unknown format 'fp9'; choose from mxfp8"):
+    with pytest.raises(Refused, match="products='fp9': unknown; choose from mxfp8"):
         train(net(), products=("fp9",))
     conv = nn.Conv2d(1, 4, 3)
     with pytest.raises(Refused, match="no nn.Linear"):
