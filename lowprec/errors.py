@@ -31,7 +31,7 @@ def _printable(character):
 def check_choice(what, value, choices):
     """Raises Refused for a value that is none of the choices."""
     if value not in choices:
-        raise Refused(f"{what}={value!r}: unknown; choose from {', '.join(choices)}")
+        raise Refused(f"{what}={value!r}: unknown; choose from {', '.join(map(str, choices))}")
 
 
 def check_number(name, number, least=None):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import rules
-from .errors import Refused, check_several
+from .errors import Refused, check_choice, check_several
 from .optimizers.build import OPTIMIZERS, classes_of
 from .rounding import DTYPE_OF_NAME, WAY_OF_MASTER, Way, chosen_way
 from .rules import check_machine
@@ -240,8 +240,8 @@ def recipe(
     """
     flags = {flag: value for flag, value in locals().items() if flag in FLAGS}
     check_several("sites", sites)
-    _check_flag("master", master)
-    _check_flag("sparse24", sparse24)
+    check_choice("master", master, SITES["master"].values)
+    check_choice("sparse24", sparse24, SITES["sparse24"].values)
     rules.refuse(rules.FLAG_RULES, types.SimpleNamespace(**flags))
     values = {}
     for flag, sites_of_flag in FLAGS.items():
@@ -268,40 +268,28 @@ def recipe(
     return result
 
 
-def _check_flag(site, value):
-    choices = SITES[site].values
-    if value not in choices:
-        raise Refused(f"--{site} {value}: unknown; choose from {', '.join(choices)}")
-
-
 def _sites_of_settings(settings, known, optimizer):
     """{site: value} of "site=value" texts. known: {name: Site}."""
     values = {}
     for setting in settings:
         site, _, value = setting.partition("=")
-        if site in OF_OPTIMIZERS and site not in known:
-            owners = " and ".join(name for name in OPTIMIZERS if site in sites_of(name))
-            raise Refused(
-                f"--set {setting}: {site} is a site of --optimizer {owners}, and this is {_title(optimizer)}"
-            )
         if site not in known:
-            raise Refused(f"--set {setting}: unknown site '{site}'; the sites are {', '.join(known)}")
-        _check_value(setting, site, value, known[site].values)
+            owners = [name for name in OPTIMIZERS if site in sites_of(name)]
+            wrong = f"unknown site '{site}'; the sites are {', '.join(known)}"
+            if owners:
+                wrong = f"{site} is a site of --optimizer {' and '.join(owners)}"
+                wrong += f", and this is {_title(optimizer)}"
+            raise Refused(f"--set {setting}: {wrong}")
+        choices = known[site].values
+        joins_values = site == "islands"
+        parts = value.split("+") if joins_values else [value]
+        if not set(parts) <= set(choices) or ("none" in parts and len(parts) > 1):
+            hint = " (join several with +, but none stands alone)" if joins_values else ""
+            raise Refused(
+                f"--set {setting}: {value!r} is no value of {site}; choose from {', '.join(choices)}{hint}"
+            )
         values[site] = value
     return values
-
-
-def _check_value(setting, site, value, choices):
-    joins_values = site == "islands"
-    parts = value.split("+") if joins_values else [value]
-    for part in parts:
-        if part not in choices:
-            hint = " (join several with +)" if joins_values else ""
-            raise Refused(
-                f"--set {setting}: '{part}' is no value of {site}; choose from {', '.join(choices)}{hint}"
-            )
-    if joins_values and "none" in parts and len(parts) > 1:
-        raise Refused(f"--set {setting}: 'none' stands alone")
 
 
 def _options_of_products(compute, asked, flags):

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from typing import ClassVar
 
-from ..errors import Refused
+from ..errors import Refused, check_choice
 from ..machine import try_import
 from ..parts.activations import recomputed_blocks
 from ..rounding import Noise, noise_key
@@ -20,12 +20,11 @@ from .block_product import Plan
 from .fp8 import FP8
 
 FP4_CHOICES = {
-    "fp4": asked_by("fp4"),
+    "fp4_hadamard": (0, *(2**power for power in range(1, 11))),
     "fp4_grads": ("stochastic", "nearest", "eden"),
     "fp4_weights": ("2d", "1d"),
     "fp4_backend": ("emulate", "torchao"),
 }
-ROTATION_SIZES = (0, *(2**power for power in range(1, 11)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,27 +55,20 @@ class FP4Options:
         return cls(**own) if asked == "none" else cls(asked, **own)
 
     def __post_init__(self):
-        given = {"fp4": self.recipe, "fp4_grads": self.grads, "fp4_weights": self.weights}
-        given["fp4_backend"] = self.backend
-        for flag, value in given.items():
-            if value not in FP4_CHOICES[flag]:
-                raise Refused(f"--{flag} {value}: unknown; choose from {', '.join(FP4_CHOICES[flag])}")
-        if self.hadamard not in ROTATION_SIZES:
-            raise Refused(
-                f"--fp4_hadamard {self.hadamard}: "
-                f"a power of two from 2 to {ROTATION_SIZES[-1]}, or 0 for none"
-            )
+        check_choice("fp4", self.recipe, asked_by("fp4"))
+        for flag, choices in FP4_CHOICES.items():
+            check_choice(flag, getattr(self, self.flags[flag]), choices)
         kind, _, count = self.keep.partition(":")
         if self.keep != "none" and not (kind == "last" and count.isdigit() and int(count)):
             raise Refused(f"--fp4_keep {self.keep}: write last:K, as in last:2, or none")
-        if self.grads == "eden" and not isinstance(BLOCK_FORMATS[self.recipe].scale, TwoLevels):
-            raise Refused("--fp4_grads eden needs the scales of --fp4 nvfp4, or use --fp4_grads stochastic")
-        if self.grads == "eden" and self.hadamard < self.plan.weight.length:
-            least = self.plan.weight.length
-            raise Refused(
-                f"--fp4_grads eden with --fp4_hadamard {self.hadamard}: it rotates {least} values or more, "
-                "as with --fp4_hadamard 128"
-            )
+        if self.grads == "eden":
+            has_scales = isinstance(BLOCK_FORMATS[self.recipe].scale, TwoLevels)
+            if not has_scales or self.hadamard < self.plan.weight.length:
+                raise Refused(
+                    "--fp4_grads eden needs the scales of --fp4 nvfp4 and a rotation of "
+                    f"{self.plan.weight.length} values or more, as --fp4_hadamard 128; or use "
+                    "--fp4_grads stochastic"
+                )
 
     @property
     def kept(self):
@@ -174,10 +166,7 @@ class FP4(FP8):
     def _next_step(self):
         """Bring the noise, and from `until` on bf16, to the step that comes."""
         if self.has_ended:
-            for parent, attribute, linear, _ in self.swaps:
-                setattr(parent, attribute, linear)
-            for scaling in self.bare.values():
-                scaling.options = None
+            self.switch(False)
             return
         for place, scaling in enumerate(self.scalings):
             if scaling.options is not None:  # on the meta device no layer is switched
@@ -199,10 +188,7 @@ class FP4(FP8):
         had_ended = self.has_ended
         self.steps = state["fp4"]["steps"]
         if had_ended and not self.has_ended:
-            for parent, attribute, _, low in self.swaps:
-                setattr(parent, attribute, low)
-            for name, scaling in self.bare.items():
-                scaling.options = self.options_of_stacks if name in self.stacks else self.options
+            self.switch(True)
         self._next_step()
 
     def summary(self):
@@ -212,15 +198,10 @@ class FP4(FP8):
 
 def _names_of_last_blocks(model, options):
     parts = recomputed_blocks(model)
-    if not parts:
-        raise Refused(
-            f"--fp4_keep {options.keep}: this net has no blocks (an nn.ModuleList, or a method `recomputed` "
-            "that lists them); use --fp4_keep none"
-        )
     if options.kept >= len(parts):
         raise Refused(
-            f"--fp4_keep {options.keep}: this net has {len(parts)} blocks, and that leaves none of them "
-            "in FP4; keep fewer, or use --bf16"
+            f"--fp4_keep {options.keep}: this net has {len(parts)} blocks (an nn.ModuleList, or what a "
+            "method `recomputed` lists), and that leaves none in FP4; keep fewer, or use --fp4_keep none"
         )
     last = {id(block) for block in parts[-options.kept :]}
     return [f"{name}." for name, module in model.named_modules() if id(module) in last]

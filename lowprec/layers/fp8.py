@@ -24,6 +24,7 @@ from . import fp8_backends, fp8_product, stacks
 from .coverage import PREFIXES_OF_HOOKS, Coverage
 from .fp8_backends import Options, resolve
 from .fp8_product import Linear, Scaling, matmul
+from .swap import swapped
 
 __all__ = [
     "FP8",
@@ -55,7 +56,8 @@ class FP8(Coverage):
         self.options = options = options.resolve(device)
         self.multiple = options.multiple
         self.generation = generation
-        self.swaps = []  # (parent module, its attribute, the nn.Linear, what takes its place)
+        self.swaps = []  # see swap.swapped
+        self.on = False  # whether the layers multiply in FP8
         backend = options.backend
         self.functional_by = "emulate"
         if options.plan:
@@ -76,31 +78,33 @@ class FP8(Coverage):
         """Swap the layers of `model`, in place. alone: Transformer Engine's need no context around them."""
         if self.device.type == "meta":
             return
-        places = {}  # a layer may have several names
-        for name, module in model.named_modules(remove_duplicate=False):
-            places.setdefault(module, []).append(name)
-        for linear in self.linears.values():
-            new = self._layer_for(linear, alone)
-            for place in places[linear]:
-                parent, _, attribute = place.rpartition(".")
-                self.swaps.append((model.get_submodule(parent), attribute, linear, new))
-        for parent, attribute, _, new in self.swaps:
-            setattr(parent, attribute, new)
-        ours = self.options
-        if not ours.plan and ours.backend != "emulate":
-            ours = dataclasses.replace(ours, backend="scaled_mm")
-        for scaling in self.functional.values():
-            scaling.switch(ours, self.device)
+        new = {linear: self._layer_for(linear, alone) for linear in self.linears.values()}
+        self.swaps = swapped(model, new)
+        for name, scaling in self.bare.items():
+            scaling.switch(self._options_of(name), self.device)
         for name, scaling in self.stacks.items():
-            scaling.switch(self.options_of_stacks, self.device)
             stacks.take_products(model.get_submodule(name), scaling)
+        self.on = True
 
-    @property
-    def options_of_stacks(self):
-        """A history of amaxes for each matrix of a stack is not kept: its scales are those of now."""
-        if self.options.recipe == "delayed":
-            return Options(backend="emulate", format=self.options.format)
-        return dataclasses.replace(self.options, backend="emulate")
+    def switch(self, on):
+        """Let the converted layers multiply in FP8, or as they came."""
+        for parent, attribute, linear, low in self.swaps:
+            setattr(parent, attribute, low if on else linear)
+        for name, scaling in self.bare.items():
+            scaling.options = self._options_of(name) if on else None
+        self.on = on
+
+    def _options_of(self, name):
+        """How a product that is no nn.Linear's is taken."""
+        options, is_stack = self.options, name in self.stacks
+        if is_stack and options.recipe == "delayed":
+            # a history of amaxes for each matrix of a stack is not kept: its scales are those of now
+            return Options(backend="emulate", format=options.format)
+        if is_stack:
+            return dataclasses.replace(options, backend="emulate")
+        if not options.plan and options.backend != "emulate":
+            return dataclasses.replace(options, backend="scaled_mm")
+        return options
 
     def _layer_for(self, linear, alone):
         """A layer over the parameters of an nn.Linear, with its hooks, which multiplies in FP8."""
@@ -140,19 +144,12 @@ class FP8(Coverage):
         """Within it, `model` (the one converted) has its nn.Linear back and multiplies without FP8; copies
         made in it stay so.
         """
-        layers = [getattr(parent, attribute) for parent, attribute, *_ in self.swaps]
-        options = [scaling.options for scaling in self.bare.values()]
-        for parent, attribute, linear, _ in self.swaps:
-            setattr(parent, attribute, linear)
-        for scaling in self.bare.values():
-            scaling.options = None
+        was_on = self.on
+        self.switch(False)
         try:
             yield
         finally:
-            for (parent, attribute, *_), layer in zip(self.swaps, layers, strict=True):
-                setattr(parent, attribute, layer)
-            for scaling, option in zip(self.bare.values(), options, strict=True):
-                scaling.options = option
+            self.switch(was_on)
 
     def observe(self, on):
         """Count, from now on or no longer, what the casts of this file's layers round to 0 and clip."""

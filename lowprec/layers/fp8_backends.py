@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from ..errors import Refused
+from ..errors import Refused, check_choice, check_number
 from ..machine import try_import
 from .block_formats import BLOCK_FORMATS, E4M3, E5M2, asked_by
 from .block_product import Plan
@@ -70,12 +70,9 @@ class Options:
         return cls(**own)
 
     def __post_init__(self):
-        for name, values in FP8_CHOICES.items():
-            if getattr(self, name) not in values:
-                flag = name if name.startswith("amax") else f"fp8_{name}"
-                raise Refused(f"--{flag} {getattr(self, name)}: unknown; choose from {', '.join(values)}")
-        if self.amax_history_len < 1:
-            raise Refused(f"--amax_history_len {self.amax_history_len}: a history has 1 step or more")
+        for name, choices in FP8_CHOICES.items():
+            check_choice(name if name.startswith("amax") else f"fp8_{name}", getattr(self, name), choices)
+        check_number("amax_history_len", self.amax_history_len, 1)
         says_how = (self.amax_history_len, self.amax_compute_algo) != (1024, "max")
         if self.recipe != "delayed" and says_how:
             raise Refused(
@@ -182,27 +179,19 @@ def resolve(options, device):
     device = torch.device(device)
     if device.type == "meta":
         return options
+    wanted = [options.backend]
     if options.backend == "auto":
-        return _first_that_runs(options, device)
-    refusal = backend_refusal(options.backend, options, device)
-    if refusal is None:
-        return options
-    others = [
-        other for other in FP8_CHOICES["backend"][1:] if backend_refusal(other, options, device) is None
-    ]
-    instead = f"here works --fp8_backend {' or '.join(others)}" if others else "use --bf16"
-    raise Refused(f"--fp8_backend {options.backend}: {refusal}; {instead}")
-
-
-def _first_that_runs(options, device):
-    candidates = ["scaled_mm", "emulate"]
-    if FP8_E4M3.native(device) and not options.plan:  # torchao's mxfp8 has not been run from here yet
-        candidates = ["te", "torchao", *candidates]
-    for backend in candidates:
+        wanted = ["scaled_mm", "emulate"]
+        if FP8_E4M3.native(device) and not options.plan:  # torchao's mxfp8 has not been run from here yet
+            wanted = ["te", "torchao", *wanted]
+    for backend in wanted:
         refusal = backend_refusal(backend, options, device)
         if refusal is None:
             return dataclasses.replace(options, backend=backend)
-    raise Refused(f"--fp8 can't run on {device.type}: {refusal}; use --bf16")
+    known = FP8_CHOICES["backend"][1:]
+    others = [other for other in known if backend_refusal(other, options, device) is None]
+    instead = f"here works --fp8_backend {' or '.join(others)}" if others else "use --bf16"
+    raise Refused(f"--fp8_backend {options.backend}: {refusal}; {instead}")
 
 
 def te_recipe(options):

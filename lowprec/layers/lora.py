@@ -15,7 +15,9 @@ from torch import nn
 from ..errors import Refused
 from ..parts.part import Method
 from ..roles import roles
+from ..rules import Rule
 from ..sites import LOW_PRODUCTS
+from .swap import swapped
 
 # a subclass has a forward that is not ours to know
 ADAPTED_CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -63,46 +65,53 @@ class Adapted(nn.Module):
         return y + self.lora_up(self.lora_down(x)).to(y.dtype)
 
 
+def _changes_layers(r):
+    """Whether a recipe has layers that are neither fp32 nor bf16."""
+    return r.compute in LOW_PRODUCTS or r.sparse24 != "none" or r.quantises
+
+
+LORA_RULES = (
+    Rule(
+        lambda run: type(run.options.lora) is not int or run.options.lora < 1,
+        lambda run: f"lora={run.options.lora!r}: the rank is a whole number, 1 or more",
+    ),
+    Rule(
+        lambda run: _changes_layers(run.recipe),
+        "lora goes with layers in fp32 or bf16: drop --fp8, --fp4, --sparse24 or the site generation",
+    ),
+    Rule(lambda run: run.spread, "lora: adapters are not spread over ranks yet; drop --fsdp"),
+)
+
+
 class Lora(Method):
     """Adapters of this rank on all linear layers and convolutions of `model` but embeddings, the head and
     layers that share their weight, in place; all its own parameters are frozen. Raises Refused where no layer
     is wider than the rank.
     """
 
+    rules = LORA_RULES
+
     def __init__(self, model, rank):
         self.rank = rank
-        self.layers = []  # names of the modules that are Adapted
         role_of = roles(model)
         stay = {module for name, module in model.named_modules() if role_of[name] & ROLES_LEFT_OUT}
         stay |= _with_shared_weights(model)
-        named = model.named_modules(remove_duplicate=False)  # a layer may have several names
-        found = [(name, module) for name, module in named if name and takes_adapter(module, rank)]
         model.requires_grad_(False)
         adapted = {}
-        for name, module in found:
-            if module in stay:
-                continue
-            if module not in adapted:
+        for name, module in model.named_modules():
+            if name and module not in stay and takes_adapter(module, rank):
                 adapted[module] = Adapted(module, rank)
-            parent, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(parent), own_name, adapted[module])
-            self.layers.append(name)
+        swapped(model, adapted)
+        named = model.named_modules(remove_duplicate=False)  # a layer may have several names
+        self.layers = [name for name, module in named if isinstance(module, Adapted)]
         if not self.layers:
             raise Refused(f"lora={rank}: this net has no linear layer or convolution wider than {rank}")
 
     @classmethod
     def of(cls, run):
-        rank, r = run.options.lora, run.recipe
-        if rank is True or not isinstance(rank, int) or rank < 1:
-            raise Refused(f"lora={rank!r}: the rank is a whole number, 1 or more")
         if any(isinstance(module, Adapted) for module in run.model.modules()):
             raise Refused("lora: this net has adapters already; build it anew")
-        if r.compute in LOW_PRODUCTS or r.sparse24 != "none" or r.quantises:
-            instead = "drop --fp8, --fp4, --sparse24 or the site generation"
-            raise Refused(f"lora={rank} goes with layers in fp32 or bf16: {instead}")
-        if run.spread:
-            raise Refused(f"lora={rank}: adapters are not spread over ranks yet; drop --fsdp")
-        return cls(run.model, rank)
+        return cls(run.model, run.options.lora)
 
     def as_it_came(self, values):
         for name in self.layers:

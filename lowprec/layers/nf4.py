@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import Refused
 from ..parts.part import Method
 from ..roles import roles
+from .swap import swapped
 
 WEIGHTS_A_SCALE = 64
 SMALLEST_LAYER = 4096  # weights of a layer, below which it stays as it is
@@ -110,15 +111,9 @@ class NF4Base(Method):
         return cls(run.model)
 
     def convert(self, model):
-        linears = {name: model.get_submodule(name) for name in self.layers}
-        new = {}
-        self.shapes = {}
-        for name, linear in linears.items():
-            if linear not in new:
-                new[linear] = NF4Linear(linear)
-            parent, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(parent), own_name, new[linear])
-            self.shapes[name] = new[linear].shape
+        new = {linear: NF4Linear(linear) for linear in set(map(model.get_submodule, self.layers))}
+        swapped(model, new)
+        self.shapes = {name: model.get_submodule(name).shape for name in self.layers}
         self.bytes = sum(module.codes.nbytes + module.scales.nbytes for module in new.values())
 
     def values(self, values):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..errors import Refused
-from ..machine import try_import
+from ..machine import quiet_import
 from ..parts.part import Method
 from ..sites import BLOCKS_OF_GENERATION
 from . import gptq
@@ -92,12 +92,7 @@ class Int8Layers(AfterTraining):
 
     def __init__(self, model, flag, instead):
         device = next(model.parameters()).device
-        self.library, error = try_import("torchao.quantization")
-        if self.library is None:
-            raise Refused(
-                f"{flag} needs the package torchao, which can't be imported ({error}): pip install torchao, "
-                f"or use {instead}"
-            )
+        self.library = quiet_import("torchao.quantization", flag)
         if device.type not in ("cpu", "cuda", "meta"):
             raise Refused(
                 f"{flag}: torchao's int8 products are for CPU and CUDA, and this is {device.type}; "

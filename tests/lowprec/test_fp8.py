@@ -647,7 +647,7 @@ def test_bare_parameters_are_quantised_to_fp8_alone():
 
 def test_int8_without_torchao_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    instead = "pip install torchao, or use --set generation=bf16"
+    instead = "pip install torchao"
     asked = recipe(sites=["generation=int8"])
     refused(lambda: Precision(net(), asked), "generation=int8 needs the package torchao", instead)
 

@@ -22,11 +22,11 @@ eager = common.eager
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(backend="cutlass"), ["--fp8_backend cutlass", "auto, te, torchao, scaled_mm, emulate"]),
-        (dict(format="e3m4"), ["--fp8_format e3m4", "hybrid, e4m3, e5m2"]),
-        (dict(recipe="block"), ["--fp8_recipe block"]),
-        (dict(recipe="delayed", amax_compute_algo="mean"), ["--amax_compute_algo mean", "max, most_recent"]),
-        (dict(recipe="delayed", amax_history_len=0), ["--amax_history_len 0"]),
+        (dict(backend="cutlass"), ["fp8_backend='cutlass'", "auto, te, torchao, scaled_mm, emulate"]),
+        (dict(format="e3m4"), ["fp8_format='e3m4'", "hybrid, e4m3, e5m2"]),
+        (dict(recipe="block"), ["fp8_recipe='block'"]),
+        (dict(recipe="delayed", amax_compute_algo="mean"), ["amax_compute_algo='mean'", "max, most_recent"]),
+        (dict(recipe="delayed", amax_history_len=0), ["amax_history_len=0"]),
         (dict(amax_history_len=16), ["--amax_history_len", "--fp8_recipe delayed"]),
         (
             dict(recipe="rowwise", amax_compute_algo="most_recent"),

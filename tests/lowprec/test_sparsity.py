@@ -453,6 +453,6 @@ def test_a_net_without_such_layers_is_refused_in_one_line():
         asked = recipe(sparse24=mode)
         said = refused(lambda asked=asked: Precision(nn.Conv2d(4, 4, 1), asked), "--model dit")
         assert said.startswith(f"--sparse24 {mode}: this net has no Linear")
-    words = "--sparse24 half: unknown; choose from none, magnitude, srste"
+    words = "sparse24='half': unknown; choose from none, magnitude, srste"
     refused(lambda: recipe(sparse24="half"), words)
     assert recipe(sites=["sparse24=srste"]) == recipe(sparse24="srste")
