@@ -31,7 +31,7 @@ import signal
 import sys
 import tempfile
 import threading
-import time
+from multiprocessing import connection
 from pathlib import Path
 
 from tqdm import tqdm
@@ -50,7 +50,7 @@ from experiments.log.definition import (  # noqa: E402
     typed_run,
 )
 from harness.ending import ends_once  # noqa: E402
-from harness.flags import OneLineParser  # noqa: E402
+from harness.flags import OneLineParser, natural  # noqa: E402
 from harness.run_folder import environment  # noqa: E402
 from lowprec.errors import Refused  # noqa: E402
 from lowprec.machine import cpu_threads  # noqa: E402
@@ -211,9 +211,11 @@ def execute_runs(todo, jobs, runs):
                 process = processes.Process(target=typed_in, args=words)
                 process.start()
                 running[process] = arm, seed
-            time.sleep(0.1)
-            for process in [p for p in running if p.exitcode is not None]:
+            # of nothing it would wait for ever
+            ended = running and connection.wait([process.sentinel for process in running])
+            for process in [p for p in running if p.sentinel in ended]:
                 arm, seed = running.pop(process)
+                process.join()
                 if process.exitcode:
                     failed.add(run_key(arm, seed))
                 yield arm, seed, process.exitcode
@@ -425,7 +427,7 @@ def parsed_arguments(argv):
     add("--arm", **several, help="these arms (default: all; with --check the baseline)")
     add("--seeds", **several, metavar="SEED", help="0 1 2 or 0-11 (default: all; with --check the first)")
     jobs = "runs at once, one thread each (default: the cores, %(default)s here)"
-    add("--jobs", type=int, default=cpu_threads(), help=jobs)
+    add("--jobs", type=natural, default=cpu_threads(), help=jobs)
     add("--check", action="store_true", help="run again in a temporary folder and compare with the record")
     add("--note", action="store_true", help="with --check: keep what came out in checks.jsonl")
     add("--mixed", action="store_true", help="run also what is paired with a record of another kind of CPU")
@@ -441,8 +443,6 @@ def main(argv=None, root=HERE):
         args.seeds = read_seeds(args.seeds) if args.seeds else None
         if args.note and not args.check:
             raise Refused("--note keeps what a check came to: add --check")
-        if args.jobs < 1:
-            raise Refused("--jobs is 1 or more")
         experiment = load_experiment(args.number, Path(root).resolve())
         args.runs = args.runs if args.runs == RUNS else os.path.abspath(args.runs)
         folder = os.getcwd()

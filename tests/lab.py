@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 
@@ -158,6 +159,8 @@ class Typed:
         options = dict(cwd=self.folder, env=self.environment, stdout=subprocess.DEVNULL)
         with open(self.log, "w") as messages:
             self.child = subprocess.Popen([sys.executable, *self.words], stderr=messages, **options)
+        self.sentinel = os.pidfd_open(self.child.pid)
+        self.join = self.child.wait
 
     @property
     def exitcode(self):

@@ -104,11 +104,14 @@ def test_no_link_of_a_chain_starts_after_one_that_failed(tmp_path, monkeypatch):
         """A process that has ended once it is started: the first arm's with 2."""
 
         def __init__(self, target, args):
-            self.name, self.exitcode = args[0], None
+            self.name, self.sentinel = args[0], open(os.devnull)  # noqa: SIM115 - ready at once
 
         def start(self):
             started.append(self.name)
             self.exitcode = 2 if self.name == "a" else 0
+
+        def join(self):
+            self.sentinel.close()
 
     monkeypatch.setattr(run, "fork_server", lambda: SimpleNamespace(Process=Ended))
     monkeypatch.setattr(run, "run_command_words", lambda arm, seed, runs: arm.name)
