@@ -22,6 +22,7 @@ from experiments.bench import files
 from harness.ending import ends_once
 from harness.files import write_json
 from harness.flags import OneLineParser
+from harness.ranks import check_cuda
 from harness.run_folder import environment
 from lowprec.errors import Refused
 from lowprec.machine import quiet_libraries
@@ -59,8 +60,8 @@ def choose_device(command, word):
     """The torch.device of --device for a command. Raises Refused."""
     if command.cpu_only and word == "cuda":
         raise Refused(f"--device cuda: {command.name} measures on the CPU alone; leave --device out")
-    if word == "cuda" and not torch.cuda.is_available():
-        raise Refused("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if word == "cuda":
+        check_cuda("--device cuda", "use --device cpu")
     on_gpu = word != "cpu" and torch.cuda.is_available() and not command.cpu_only
     return torch.device("cuda" if on_gpu else "cpu")
 

@@ -256,11 +256,12 @@ def advice_subject(words, spec=None):
     """
     table = flag_table(spec)
     given = vars(table.parser("train.py --advise", "the flags of train.py").parse_args(words))
-    for name in given:
-        if table[name].group in GROUPS_BESIDE_ADVICE and name != "finetune":
-            instead = "write --batch" if name == "batch_size" else "drop it"
-            idle = f"--{name} changes nothing beside --advise, which tells of each recipe with AdamW"
-            raise Refused(f"{idle}: {instead}")
+    idle = [name for name in given if table[name].group in GROUPS_BESIDE_ADVICE and name != "finetune"]
+    flags.check_none(
+        idle,
+        "--advise, which tells of each recipe with AdamW",
+        "write --batch" if idle[:1] == ["batch_size"] else "drop it",
+    )
     return subject_of(settle(given, typed=True), " ".join(["python train.py", *words]))
 
 

@@ -289,6 +289,7 @@ def run_command(argv):
         return print_advice([word for word in argv if word != "--advise"])
     table = strategies.flag_table(task_flag_of(argv))
     if "--trial" in argv:
+        Ranks().check_alone("trial")
         return print_trial([word for word in argv if word != "--trial"], table)
     parser = build_parser(table)
     given = vars(parser.parse_args(argv))
@@ -310,8 +311,8 @@ def run_command(argv):
         given = {**_of_file(table.read_yaml(verbs["config"], parser), given), **given}
     command = ["train.py", *argv]
     for verb in ("sample", "diagnose"):
-        if verb in verbs and Ranks().world > 1:
-            raise Refused(f"--{verb} is the work of one process: start it by python, not by torchrun")
+        if verb in verbs:
+            Ranks().check_alone(verb)
     if "diagnose" in verbs:
         return print_diagnosis(verbs["diagnose"], given, table)
     if "sample" in verbs:

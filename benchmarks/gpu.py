@@ -49,10 +49,16 @@ from benchmarks.gpu_record import (
 )
 from benchmarks.worker import Here, Lost, Worker
 from harness.flags import natural
+from harness.ranks import check_cuda
+from harness.run_folder import environment
 from lowprec.errors import Refused
 
 RECORDS_FOLDER = ROOT / "experiments" / "bench"
 TINY_NETS = ["dit:tiny:8:2", "unet:tiny:8:2"]
+INSTEAD_OF_A_GPU = (
+    "--gpu --plan prints what would run, --gpu --dry_run tries every recipe on tiny nets, and "
+    "`python bench.py training --device cpu` measures recipes on this machine"
+)
 # what a dry run tries a second time, on the U-Net and through torch.compile's wrapper
 DRY_RECIPES = ("bf16", "fp8-scaled_mm-rowwise", *GENERATING_CELLS)
 
@@ -84,11 +90,6 @@ def add_command(commands):
 
 def chosen_cells(args):
     """(nets, cells to measure) of the parsed arguments. Raises Refused for what can't be measured."""
-    if not args.dry_run and not torch.cuda.is_available():
-        raise Refused(
-            "--gpu: torch finds no CUDA device here; `python bench.py training --device cpu` measures "
-            "recipes on this machine, `python bench.py --gpu --dry_run` tries every recipe on tiny nets"
-        )
     nets = args.nets or (TINY_NETS if args.dry_run else list(GPU_NET_TITLES))
     check_nets(nets)
     for pattern in args.only:
@@ -112,8 +113,10 @@ def main(args, argv):
     if args.plan:
         print(gpu_plan.plan_table())
         return 0
+    if not args.dry_run:
+        check_cuda("--gpu", INSTEAD_OF_A_GPU)
     if argv == ["--gpu"]:
-        return gpu_plan.run_plan()
+        return gpu_plan.run_steps(gpu_plan.PLAN, gpu_plan.PLAN_RECORD, environment(torch.device("cuda")))
     nets, wanted = chosen_cells(args)
     if args.dry_run and not args.out:
         with tempfile.TemporaryDirectory() as scratch:

@@ -13,13 +13,9 @@ import sys
 import time
 from typing import NamedTuple
 
-import torch
-
 from benchmarks.common import markdown
 from benchmarks.gpu_record import ROOT
 from harness.files import write_json
-from harness.run_folder import environment
-from lowprec.errors import Refused
 
 PLAN_RECORD = ROOT / "experiments" / "bench" / "gpu-plan.json"
 GRACE_SECONDS = 20  # seconds that a stopped step has to write what it holds
@@ -81,16 +77,6 @@ def plan_table():
     rows = [[step.name, str(step.seconds), f"`python {step.words}`", step.what] for step in PLAN]
     rows.append(["together", str(sum(step.seconds for step in PLAN)), "", ""])
     return markdown(["step", "seconds", "command", "what it answers"], rows)
-
-
-def run_plan(plan=PLAN, path=PLAN_RECORD):
-    """Run the steps in order. Returns the exit status. Raises Refused without a GPU."""
-    if not torch.cuda.is_available():
-        raise Refused(
-            "--gpu: torch finds no CUDA device here; --gpu --plan prints what would run, --gpu --dry_run "
-            "tries every recipe on tiny nets"
-        )
-    return run_steps(plan, path, environment(torch.device("cuda")))
 
 
 def run_steps(plan, path, machine):

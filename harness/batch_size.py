@@ -135,11 +135,16 @@ def _searched(make, run, folder, world, memory):
 # ---- The choice --------------------------------------------------------------------------------------------
 
 
-def check_search(config, device, dry):
-    """Raise Refused where no search can be had."""
+def check_full(device, asked, instead):
+    """Raise Refused for a device that is never full. asked: what searches; instead: what to do."""
     if device.type != "cuda":
         shared = "the memory of a CPU is shared with all else, so nothing says when it is full"
-        raise Refused(f"--batch_size auto: {shared}; give a number, and add up several by --accumulate")
+        raise Refused(f"{asked}: {shared}; {instead}")
+
+
+def check_search(config, device, dry):
+    """Raise Refused where no search can be had."""
+    check_full(device, "--batch_size auto", "give a number, and add up several by --accumulate")
     if dry:
         raise Refused("--batch_size auto is found by real steps, and --dry_run takes none: give a number")
     if config.fsdp:

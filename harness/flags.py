@@ -505,6 +505,12 @@ class FlagTable:
         return [row for row in self.rows if row.fits]
 
 
+def check_none(idle, beside, instead="drop it"):
+    """Raise Refused for the first of the flags that are `idle` beside what is named."""
+    for name in idle:
+        raise Refused(f"--{name} changes nothing beside {beside}: {instead}")
+
+
 def _without_sections(values):
     """(key, value) of a YAML file, with those in `trainer` and other sections by themselves."""
     for key, value in values.items():

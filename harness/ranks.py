@@ -25,6 +25,12 @@ WAITING_TIME = timedelta(minutes=10)  # and afterwards: one of them scores, the 
 RANK_IS_ABSENT = "a process has ended, or was not started; the same command on all starts again"
 
 
+def check_cuda(asked, instead):
+    """Raise Refused unless torch finds a GPU. asked: the flag that wants one; instead: what to do."""
+    if not torch.cuda.is_available():
+        raise Refused(f"{asked}: torch finds no CUDA device here; {instead}")
+
+
 class Followed(Refused):
     """Another rank was refused, and says why."""
 
@@ -56,16 +62,18 @@ class Ranks:
         """What sets the noise of this process apart from the main one's."""
         return (self.rank,) if self.rank else ()
 
+    def check_alone(self, verb):
+        """Raise Refused for --verb on one of several processes."""
+        if self.world > 1:
+            raise Refused(f"--{verb} is the work of one process: start it by python, not by torchrun")
+
     def device(self, name):
         """The torch.device of this process, of a --device: auto, cpu or cuda."""
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cuda":
-            if not torch.cuda.is_available():
-                raise Refused(
-                    "--device cuda: torch finds no CUDA device here; use --device cpu, or a torch build "
-                    "with CUDA on a machine with a GPU"
-                )
+            instead = "use --device cpu, or a torch build with CUDA on a machine with a GPU"
+            check_cuda("--device cuda", instead)
             torch.cuda.set_device(self.local)
             name = f"cuda:{self.local}"
         return torch.device(name)

@@ -4,7 +4,7 @@ make and settle are trainer.Trainer and strategies.settle, which stand above thi
 """
 
 from harness.batches import end_workers
-from harness.ranks import Ranks
+from harness.flags import check_none
 from harness.schedule import lr_factor
 from lowprec.advice.command import whole_number
 from lowprec.advice.plot import check_picture
@@ -53,15 +53,12 @@ def main(words, make, settle, table, subject_of):
     """The exit status of `train.py --trial` with these words. table: of all flags; subject_of(run, name):
     what advise is asked about.
     """
-    if Ranks().world > 1:
-        raise Refused("--trial is the work of one process: start it by python, not by torchrun")
     parser = command.build_trial_parser("train.py --trial", HELP)
     parser.add_argument("--trial_steps", type=whole_number, help="of a training; default: a tenth of --steps")
     args, rest = parser.parse_known_args(words)
     given = vars(table.parser("train.py --trial", "the flags of train.py").parse_args(rest))
-    for name in given:
-        if name in IDLE or table[name].group in IDLE_GROUPS:
-            raise Refused(f"--{name} changes nothing beside --trial, which tries --recipes: drop it")
+    idle = [name for name in given if name in IDLE or table[name].group in IDLE_GROUPS]
+    check_none(idle, "--trial, which tries --recipes")
     whole = settle(given, typed=True)
     little = in_little(whole.config, args.trial_steps)
 

@@ -31,6 +31,7 @@ class Distill(Student):
     Its squared error is averaged as in rectified flow. Each step of training asks the teacher twice.
     """
 
+    needs_teacher = True
     draws_times = False
 
     flags = (TEACHER, TEACHER_STEPS)
@@ -73,11 +74,7 @@ class Distill(Student):
 
     @classmethod
     def check(cls, config):
-        if not config.teacher:
-            raise Refused(
-                "--task distill halves the steps of a teacher: add --teacher CHECKPOINT, of a run with "
-                "--task rflow, reflow or distill"
-            )
+        super().check(config)
         steps = config.teacher_steps
         if steps % 2:
             near = f"{steps - 1} or {steps + 1}" if steps > 1 else "2"
@@ -89,7 +86,6 @@ class Distill(Student):
                 "--perceptual compares clean images, and --task distill learns where its teacher goes: "
                 "drop --perceptual"
             )
-        super().check(config)
 
     def train_set(self, run):
         self.bring_teacher(run)

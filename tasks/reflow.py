@@ -71,30 +71,19 @@ class Reflow(Student):
         ),
         TEACHER_STEPS,
     )
+    needs_teacher = True
     teacher = None  # read by `start`, forgotten once its pairs are drawn
 
     # -- the teacher
-
-    @classmethod
-    def check(cls, config):
-        if not config.teacher:
-            raise Refused(
-                "--task reflow learns from a teacher's images: add --teacher CHECKPOINT, of a run with "
-                "--task rflow"
-            )
-        super().check(config)
 
     def start(self, run):
         check_options(self.recipe, self.config)
         self.teacher = teacher = self.read_teacher(run)
         path = run.folder / PAIRS_FILE
-        if not path.exists():
+        if path.exists():
+            teacher.check_known(read_pairs(path, self.data, self.config.pairs)[1], path)
+        else:
             check_machine(teacher.recipe, run.device)
-        elif read_pairs(path, self.data, self.config.pairs)[1] != teacher.fingerprint:
-            raise Refused(
-                f"{path} holds the pairs of another teacher than {teacher.path} holds now: give that "
-                "teacher, or another --name"
-            )
         return None if run.folder.has_checkpoint else teacher.checkpoint
 
     # -- the pairs

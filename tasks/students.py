@@ -74,6 +74,14 @@ class Teacher:
         """SHA-256 of the averaged weights, their names, dtypes and shapes."""
         return fingerprint(self.average["shadow"])
 
+    def check_known(self, known, path):
+        """Raise Refused unless these weights have the fingerprint `known`, of a file of the run."""
+        if known != self.fingerprint:
+            raise Refused(
+                f"{path} tells of another teacher than {self.path} holds now: give that teacher, or another "
+                "--name"
+            )
+
     def check(self, task):
         """Raise Refused unless the weights fit the net of `task`, which the data shape."""
         with torch.device("meta"):
@@ -113,6 +121,7 @@ class Student(RFlow):
 
     teachers = FLOWS  # tasks whose runs can teach this one
     watched = ("frechet", "lower")  # a loss on real images with independent noise is not what students learn
+    needs_teacher = False  # whether it learns from nothing else
     draws_times = True  # whether training draws timesteps as --timestep_sampling says
     live = None
     in_latents = takes_condition = False
@@ -156,6 +165,11 @@ class Student(RFlow):
 
     @classmethod
     def check(cls, config):
+        if cls.needs_teacher and not config.teacher:
+            raise Refused(
+                f"--task {config.task} learns from a teacher: add --teacher CHECKPOINT, of a run with --task "
+                f"{' or '.join(cls.teachers)}"
+            )
         super().check(config)
         if config.teacher and config.finetune:
             raise Refused(
@@ -189,13 +203,8 @@ class Student(RFlow):
 
     def _check_known(self, teacher, run):
         path = run.folder / TEACHER_FILE
-        if not path.exists():
-            return
-        if read_json(path).get("sha256") != teacher.fingerprint:
-            raise Refused(
-                f"{path} tells of another teacher than {teacher.path} holds now: give that teacher, or "
-                "another --name"
-            )
+        if path.exists():
+            teacher.check_known(read_json(path).get("sha256"), path)
 
     def bring_teacher(self, run):
         """Let the teacher live beside the training; its fingerprint is written into the run's folder."""

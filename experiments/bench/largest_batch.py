@@ -32,9 +32,8 @@ from benchmarks.common import (
     typed,
 )
 from benchmarks.records import H100, of_record
-from harness.batch_size import TrialMemory, largest_power_of_two, survives
+from harness.batch_size import TrialMemory, check_full, largest_power_of_two, survives
 from lowprec.advice.answer import advise
-from lowprec.errors import Refused
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
@@ -52,9 +51,8 @@ BATCH_RECIPES = (
 
 def check(args):
     check_nets(args.nets)
-    if args.device.type != "cuda" and not args.most:
-        shared = "the memory of a CPU is shared with all else, so nothing says when it is full"
-        raise Refused(f"batch: torch finds no CUDA device here, and {shared}; --most 4 rehearses it")
+    if not args.most:
+        check_full(args.device, f"batch --device {args.device}", "--most 4 rehearses it")
     for name in args.recipes:
         check_machine(recipe(**RECIPES[name]), args.device)
 
@@ -93,12 +91,12 @@ def searched(spec, name, args):
     return dict(net=spec, recipe=name, batch=found, used_bytes=used.get(found), tried=sorted(used))
 
 
-def advised_batches(spec, gpu=None):
-    """{flags: the largest batch that `advise` tells of a net}, on this machine or on `gpu`, as "H100"."""
+def advised_batches(spec):
+    """{flags: the largest batch that `advise` tells of a net on this machine}."""
     net = parse_net(spec)
     with torch.device("meta"):
         model = built_net(net)
-    rows = advise(model, loss_of_images(net[2]), gpu=gpu).rows
+    rows = advise(model, loss_of_images(net[2])).rows
     return {row.candidate.typed.replace("(none)", ""): row.most for row in rows}
 
 

@@ -241,7 +241,7 @@ def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
     assert (
         out == ""
         and err.count("\n") == 1
-        and "bench.py --gpu --dry_run" in err
+        and "--gpu --dry_run" in err
         and not list(tmp_path.iterdir())
     )
 
@@ -311,7 +311,7 @@ def test_the_search_for_a_batch_is_rehearsed_on_a_cpu_and_refused_without_a_limi
     words = "batch --device cpu --nets dit:tiny:8:1 --recipes fp32 pure_bf16-stochastic".split()
     assert bench.main(words) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "no CUDA device" in said
+    assert said.count("\n") == 1 and "nothing says when it is full; --most 4" in said
     out = tmp_path / "batch.json"
     assert bench.main([*words, "--most", "4", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["results"]

@@ -269,7 +269,7 @@ def test_pairs_of_another_teacher_and_broken_pairs_are_refused(teachers, capsys)
     before = content("runs")
     capsys.readouterr()
     assert student(steps=6) == 2
-    assert "the pairs of another teacher" in one_line(capsys) and content("runs") == before
+    assert "tells of another teacher" in one_line(capsys) and content("runs") == before
     path = Path(f"runs/run/{PAIRS_FILE}")
     whole = path.read_bytes()
     for name, change in CHANGES.items():
