@@ -83,6 +83,7 @@ USERS_OF_THE_CORE = "trainer.py", "strategies.py", "precision.py", "train.py", "
 def conditions(path):
     """The text of each condition in a file: of an if, a loop, a comprehension, a Rule."""
     text = path.read_text()
+    lines = text.encode().splitlines()
     for node in ast.walk(ast.parse(text)):
         tests = []
         if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)):
@@ -92,7 +93,11 @@ def conditions(path):
         elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "Rule":
             tests = node.args[:1]
         for test in tests:
-            yield ast.get_source_segment(text, test)
+            # ast.get_source_segment splits the whole text anew for each
+            own = lines[test.lineno - 1 : test.end_lineno]
+            own[-1] = own[-1][: test.end_col_offset]
+            own[0] = own[0][test.col_offset :]
+            yield b"\n".join(own).decode()
 
 
 def branches():

@@ -19,7 +19,7 @@ CASES = [
     if weights == "bf16" or low == "none"
 ]
 AVERAGES = (("fp32", False), ("bf16", False), ("bf16", True))  # dtype, stochastic
-N = 3000
+N = 1300  # two blocks of a kernel, and part of a block of codes
 
 
 def flat(case):

@@ -158,7 +158,7 @@ class DeepWaves(Waves):
 
 def waves(tmp_path, *flags, kind="Waves"):
     """Flags of a task that no part of this repository knows: its net takes keywords and returns a dict."""
-    path = tmp_path / "waves.py"
+    path = tmp_path.parent / "waves.py"  # one for all tests, as `trained` remembers runs by their flags
     path.write_text(WAVES)
     return ["--task", f"{path}:{kind}", *flags]
 

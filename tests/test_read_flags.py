@@ -1,19 +1,19 @@
 """The command: how flags are read, and which are refused."""
 
-import dataclasses
+import ast
+import inspect
 import os
 import re
 from pathlib import Path
 
 import cli
 import pytest
-from cli import QUICK, command, no_training, one_line, quick
+from cli import QUICK, ROOT, command, no_training, one_line, quick
 
 import options
 import precision
 import strategies
 import train
-from harness.flags import Config, FlagTable
 from lowprec import recipes
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -153,41 +153,22 @@ def test_help_names_what_most_runs_need_and_the_tasks_own_flags_and_in_full_ever
     assert command("--help", "nonsense") == 2 and "choose from" in one_line(capsys)
 
 
-def test_every_flag_is_read(monkeypatch):
+def attributes_of_configs():
+    """The names that the code reads of what holds a run's flags."""
+    rooms = [path for room in ("lowprec", "harness", "tasks") for path in (ROOT / room).rglob("*.py")]
+    for path in [*rooms, *ROOT.glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                holder = getattr(node.value, "attr", getattr(node.value, "id", ""))
+                if holder in ("config", "c", "given"):
+                    yield node.attr
+
+
+def test_every_flag_is_read():
     """A flag that nothing reads would parse and do nothing."""
-    read, settle = set(), strategies.settle
-
-    class Recorded(Config):
-        def __getattribute__(self, name):
-            read.add(name)
-            return super().__getattribute__(name)
-
-    def recorded(values, typed=False):
-        run = settle(values, typed)
-        config = Recorded(**vars(run.config))
-        recipe = precision.recipe_of_run(config, run.table, run.kind.sites)
-        return dataclasses.replace(run, config=config, recipe=recipe)
-
-    assert quick(name="teacher", steps=1) == 0
-    monkeypatch.setattr(strategies, "settle", recorded)
-    monkeypatch.setattr(FlagTable, "differences", lambda self, old, config: [])  # it compares all of them
-    assert quick(name="a", steps=2) == 0 and quick("--task", "ddpm", name="b", steps=1) == 0
-    assert quick("--task", "reflow", "--teacher", "runs/teacher", "--pairs", 8, name="c", steps=1) == 0
-    assert quick("--weight_decay", 0.1, name="d", steps=1) == 0
-    assert quick("--task", "vae", name="vae", steps=1) == 0
-    small = {
-        "segment": ["--image_size", 16],
-        "classify": [],
-        "language": ["--block", 16, "--length", 4],
-        "steve": ["--image_size", 16, "--frames", 2, "--clips", 16],
-        "slotcontrast": ["--image_size", 16, "--frames", 2, "--clips", 16],
-        "consistency": [],
-        "distill": ["--teacher", "runs/teacher", "--teacher_steps", 4],
-    }
-    for task, flags in small.items():
-        assert quick("--task", task, *flags, name=task, steps=1) == 0, task
-    assert quick("--vae", "runs/vae", name="latent", steps=1) == 0
-    assert not train.DEFAULTS.keys() - read
+    read = {*attributes_of_configs(), *inspect.signature(recipes.recipe).parameters}
+    for task in strategies.TASKS:
+        assert not strategies.flag_table(task).defaults().keys() - read, task
 
 
 def test_names_of_folders():

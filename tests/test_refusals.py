@@ -11,7 +11,6 @@ import cli
 import pytest
 import torch
 from cli import (
-    ROOT,
     after_step,
     checkpoint,
     command,
@@ -19,7 +18,6 @@ from cli import (
     no_training,
     one_line,
     picture,
-    process,
     quick,
     summary,
 )
@@ -294,9 +292,3 @@ def test_processes_whose_torch_has_no_way_to_speak_are_refused(flags, capsys, mo
     assert quick("--device", "cpu", *flags) == 2
     line = one_line(capsys)
     assert "this torch has no gloo" in line and "one process" in line and not Path("runs").exists()
-
-
-def test_a_real_process_says_one_line_too():
-    child = process(ROOT / "train.py", "--data", "folder:nowhere")
-    out, err = child.communicate(timeout=120)
-    assert child.returncode == 2 and out == "" and err.count("\n") == 1 and err.startswith("train.py: ")
