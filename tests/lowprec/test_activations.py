@@ -167,7 +167,8 @@ def test_the_command_says_what_is_kept_and_keeps_less(capsys):
     flags = [*SEGMENT, "--pure_bf16", "--stochastic"]
     assert quick(*flags, name="plain", steps=2) == 0
     said = capsys.readouterr().out
-    assert quick(*flags, "--checkpoint_activations", name="less", steps=2) == 0
+    assert quick(*flags, name="less", steps=1) == 0
+    assert quick(*flags, "--checkpoint_activations", name="less", steps=2) == 0  # it may differ at a resume
     assert_same(checkpoint("less")["precision"], checkpoint("plain")["precision"])
     plain, less = (summary(name)["activations"] for name in ("plain", "less"))
     assert less["total"] < 0.75 * plain["total"]  # a U-Net keeps its skip connections
@@ -175,13 +176,6 @@ def test_the_command_says_what_is_kept_and_keeps_less(capsys):
     row = json.loads(Path("runs/plain/ledger.json").read_text())["sites"][-1]
     assert row["site"] == "activations" and row["value"] == "bfloat16"
     assert row["bytes"] == pytest.approx(plain["total"] / summary("plain")["parameters"])
-
-
-def test_a_resumed_run_may_compute_again():
-    assert quick("--model", "dit", name="whole", steps=4) == 0
-    assert quick("--model", "dit", steps=2) == 0
-    assert quick("--model", "dit", "--checkpoint_activations", steps=4) == 0
-    assert_same(checkpoint()["precision"], checkpoint("whole")["precision"])
 
 
 def test_a_net_without_blocks_is_one_line(capsys):

@@ -56,14 +56,13 @@ def travelled(decay, dtype, update, steps, n=2000):
     return ((ema.shadow["p"].double() - start.double()) @ way / (way @ way)).item()
 
 
-@pytest.mark.parametrize("decay, least, most", [(0.999, 0.05, 0.15), (0.9999, 0.0, 0.005)])
-def test_bf16_average_freezes_to_nearest_and_follows_with_stochastic_rounding(decay, least, most):
-    steps = 1500
+def test_bf16_average_freezes_to_nearest_and_follows_with_stochastic_rounding():
+    decay, steps = 0.999, 1500
     wanted = 1 - decay**steps
     assert travelled(decay, "fp32", "nearest", steps) == pytest.approx(wanted, rel=1e-3)
-    assert least < travelled(decay, "bf16", "nearest", steps) < most
-    twice = travelled(decay, "bf16", "nearest", 2 * steps)
-    assert twice == travelled(decay, "bf16", "nearest", steps), "frozen: more steps change nothing"
+    nearest = travelled(decay, "bf16", "nearest", steps)
+    assert 0.05 < nearest < 0.15
+    assert travelled(decay, "bf16", "nearest", 2 * steps) == nearest, "frozen: more steps change nothing"
     assert travelled(decay, "bf16", "stochastic", steps) == pytest.approx(wanted, rel=0.06)
 
 

@@ -12,7 +12,7 @@ import strategies
 from benchmarks.averages import DECAYS, RULES, weight_path
 
 TASK = f"{ROOT}/experiments/048-averages-of-others/task.py:Flow"
-FLAGS = ["--task", TASK, "--pure_bf16", "--stochastic", "--weights", "all"]
+FLAGS = ["--task", TASK, "--pure_bf16", "--stochastic", "--weights", "all", "--samples", "4"]
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 

@@ -130,9 +130,9 @@ def test_any_size_comes_back_in_its_blocks(name, square, dim):
 
 @every
 def test_stochastic_codes_are_right_on_average(name):
-    """Over 100,000 draws each of values up to the largest of their block, where nearest codes are wrong."""
+    """Over 40,000 draws each of values up to the largest of their block, where nearest codes are wrong."""
     form = BLOCK_FORMATS[name]
-    draws = 100_000
+    draws = 40_000
     block = 1.9 * torch.linspace(-1, 1, form.length) ** 3
     one = torch.cat([block, 0.83 * block])
     mean = torch.zeros(len(one), dtype=torch.float64)

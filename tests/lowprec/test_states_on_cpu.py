@@ -21,7 +21,6 @@ import train
 from benchmarks import memory
 from lowprec.optimizers import buckets
 from lowprec.optimizers.rounded import AdamW
-from lowprec.parts import offload
 from lowprec.parts.loss_scale import LossScale
 from lowprec.parts.offload import Offload, Traffic, bytes_kept_away, bytes_of_room, offloaded, views_of_room
 from lowprec.precision import Precision, recipe
@@ -358,22 +357,6 @@ def test_the_command_says_that_a_cpu_needs_none(capsys):
     cli.assert_same(*(cli.checkpoint(name)["precision"] for name in ("plain", "run")))
     assert cli.command("--dry_run", *PURE, "--states_on", "cpu") == 0
     assert "4.00 of them in the memory of the CPU" in capsys.readouterr().out
-
-
-def test_a_whole_run_with_moments_away(monkeypatch, small_buckets):
-    """The command as on a GPU, but for the device."""
-    assert cli.quick(*PURE, name="plain") == 0
-    made = []
-
-    def everywhere(where, device):
-        made.append(Offload(Late()) if where == "cpu" else None)
-        return made[-1]
-
-    monkeypatch.setattr(offload, "offloaded", everywhere)
-    assert cli.quick(*PURE, "--states_on", "cpu", name="run", steps=2) == 0
-    assert cli.quick(*PURE, "--states_on", "cpu", name="run") == 0
-    assert all(made) and made[0].traffic.count > 10
-    cli.assert_same(*(cli.checkpoint(name)["precision"] for name in ("plain", "run")))
 
 
 @pytest.mark.parametrize(

@@ -181,9 +181,7 @@ def interpreted():
 
 
 def test_the_kernel_writes_the_bits_of_the_cpu():
-    """Steps, moments in codes and averages of all cases, the exact step, and an optimiser that hands its codes
-    over.
-    """
+    """Of steps, moments in codes and averages, and of the exact step; an optimiser hands its codes over."""
     code = "import test_triton_step as t; t.interpreted()"
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "lowprec")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
