@@ -1,8 +1,9 @@
-"""Language: the next byte of a text, by a GPT of nn.Linear layers, or by BDH, whose matrices are bare
-parameters.
+"""Language: the next byte of a text, by a GPT of nn.Linear layers, by one whose MLPs are mixtures of experts,
+or by BDH, whose matrices are bare parameters.
 
     python train.py --task language --pure_bf16 --stochastic                  a GPT, on the text that is here
     python train.py --task language --model bdh --fp8 --fp8_recipe delayed    BDH, its products in FP8
+    python train.py --task language --model moe --optimizer muon              experts, stepped one by one
     python train.py --task language --size 25M --block 512 --data text:FILE   a larger net, a text of your own
     python train.py --task language --finetune runs/NAME --data text:OTHER    go on with another text
     python train.py --sample runs/NAME --prompt "In the beginning" --top_k 3  continue a prompt
@@ -105,14 +106,40 @@ def _bytes_of_text(path):
 
 # size: (depth, width, heads); as many parameters as BDH of that size, within a few per cent
 GPTS = {"tiny": (4, 64, 4), "1M": (4, 128, 4), "3M": (6, 192, 6), "25M": (8, 512, 8), "100M": (14, 768, 12)}
+# size: (depth, width, heads, experts)
+MIXTURES = {"tiny": (4, 64, 4, 4), "2M": (4, 128, 4, 4), "35M": (8, 256, 8, 8)}
+CHOSEN_EXPERTS = 2  # of a mixture, at each position
+
+
+class Mixture(nn.Module):
+    """In place of an MLP: x [B, T, width] -> the same shape, of the experts that a router chooses at each
+    position, weighted by the softmax of its scores. The matrices of all experts lie in two parameters.
+
+    Every expert is computed everywhere, and counts nothing where it was not chosen: so no shape depends on a
+    value, at the cost of products that are thrown away. No term of the loss keeps the experts equally busy.
+    """
+
+    def __init__(self, width, experts):
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, width, 4 * width))
+        self.down = nn.Parameter(torch.empty(experts, 4 * width, width))
+
+    def forward(self, x):
+        scores = self.router(x)[..., None]  # [B, T, E, 1]
+        least = scores.topk(CHOSEN_EXPERTS, dim=2).values[:, :, -1:]
+        weights = scores.masked_fill(scores < least, -math.inf).softmax(2)
+        inner = F.gelu(torch.matmul(x[:, None], self.up))  # [B, E, T, 4 width]
+        found = torch.matmul(inner, self.down).transpose(1, 2)  # [B, T, E, width]
+        return (weights * found).sum(2)
 
 
 class Layer(nn.Module):
-    """One layer of a GPT: causal attention, then an MLP, each behind an RMSNorm. x, and what comes of it:
-    [B, T, width].
+    """One layer of a GPT: causal attention, then an MLP or a mixture of experts, each behind an RMSNorm. x,
+    and what comes of it: [B, T, width].
     """
 
-    def __init__(self, width, heads):
+    def __init__(self, width, heads, experts=0):
         super().__init__()
         self.heads = heads
         self.norm1 = nn.RMSNorm(width)
@@ -120,12 +147,20 @@ class Layer(nn.Module):
         self.attend = Attend()
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.mixture = None
+        if experts:
+            self.mixture = Mixture(width, experts)
+        else:
+            self.up = nn.Linear(width, 4 * width, bias=False)
+            self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        mlp = self.mixture or self.mlp
+        return x + mlp(self.norm2(x))
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
 
     def attention(self, x):
         # [B, T, 3 width] -> [B, T, 3, heads, width / heads] -> three of [B, heads, T, width / heads]
@@ -136,11 +171,11 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """ids int64 [B, T], T at most `block` -> logits [B, T, 256]. The head is tied to the embedding."""
 
-    def __init__(self, depth, width, heads, block):
+    def __init__(self, depth, width, heads, block, experts=0):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.position_embed = nn.Embedding(block, width)
-        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(depth))
+        self.layers = nn.ModuleList(Layer(width, heads, experts) for _ in range(depth))
         self.final_norm = nn.RMSNorm(width)
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
         self.lm_head.weight = self.embed.weight
@@ -148,7 +183,7 @@ class GPT(nn.Module):
             if p.dim() < 2:
                 continue
             std = 0.02
-            if name.endswith(("proj.weight", "down.weight")):
+            if name.removesuffix(".weight").endswith(("proj", "down")):
                 std /= math.sqrt(2 * depth)  # 2 depth layers add to the residual stream: each adds the less
             nn.init.normal_(p, std=std)
 
@@ -298,16 +333,20 @@ class Language(Task):
 
     @classmethod
     def sizes_of_nets(cls):
-        return {"gpt": GPTS, "bdh": BDHS}
+        return {"gpt": GPTS, "moe": MIXTURES, "bdh": BDHS}
 
     def nets(self):
-        return {"gpt": self._gpt, "bdh": self._bdh, **self.own_net()}
+        return {"gpt": self._gpt, "moe": self._mixture, "bdh": self._bdh, **self.own_net()}
 
     def make(self, build):
         return build(self.config.block, self.config.size or self.implied["size"])
 
     def _gpt(self, block, size):
         return GPT(*of_size("gpt", size, GPTS), block)
+
+    def _mixture(self, block, size):
+        *shape, experts = of_size("moe", size, MIXTURES)
+        return GPT(*shape, block, experts)
 
     def _bdh(self, block, size):
         return BDH(*of_size("bdh", size, BDHS))

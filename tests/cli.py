@@ -52,6 +52,7 @@ def shorten(put=setattr):
         put(module, "BINS", 2)
     put(models, "DIFFUSION_UNETS", {**models.DIFFUSION_UNETS, "tiny": ((16,), 1, (False,))})  # of one level
     put(language, "GPTS", {**language.GPTS, "tiny": (2, 32, 2)})
+    put(language, "MIXTURES", {**language.MIXTURES, "tiny": (2, 32, 2, 3)})
     put(language, "BDHS", {**language.BDHS, "tiny": (2, 32, 2, 4)})
 
 
@@ -98,7 +99,7 @@ def assert_trained(stepped, flags, steps):
     assert len(stepped) == steps and all(moved for _, moved in stepped)
     r, words = stepped[0][0], flags.split()
     assert r.low_weights == ("--pure_bf16" in words) and r.update == PLAIN_OR["--stochastic" in words]
-    compute = {"--bf16": "bf16", "--fp16": "fp16", "--fp8": "fp8", "--pure_bf16": "bf16"}
+    compute = {"--bf16": "bf16", "--fp16": "fp16", "--fp8": "fp8", "--fp4": "fp4", "--pure_bf16": "bf16"}
     assert r.compute == next((compute[word] for word in compute if word in words), "fp32")
     assert (r.exp_avg == "int8") == ("--opt8bit" in words) and (r.kahan == "on") == ("--kahan" in words)
     for setting in [words[i + 1] for i, word in enumerate(words) if word == "--set"]:

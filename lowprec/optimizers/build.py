@@ -10,7 +10,7 @@ from ..rounding import hash64
 from .adafactor import Adafactor
 from .answers import Answers, params_of
 from .lion import Lion
-from .muon import Muon, hidden_matrices
+from .muon import Muon, hidden_matrices, stacks_of
 from .peers import PEER_OPTIMIZERS, Peer, check_closure
 from .rounded import AdamW, Rounded, WithoutCompiler
 from .sgd import SGD
@@ -49,19 +49,18 @@ def divided_groups(groups, name, net=None):
             continue
         params = [group["params"]] if torch.is_tensor(group["params"]) else list(group["params"])
         if net is None:
-            hidden = hidden_matrices(params)
+            hidden, stacks = hidden_matrices(params), ()
         else:
-            hidden = hidden_matrices(net)
-        own, rest = [], []
-        for p in params:
-            if p in hidden:
-                own.append(p)
-            else:
-                rest.append(p)
+            hidden, stacks = hidden_matrices(net), stacks_of(net)
+        own = [p for p in params if p in hidden and p not in stacks]
+        apart = [p for p in params if p in hidden and p in stacks]
+        rest = [p for p in params if p not in hidden]
         if own:
             found.append({**group, "params": own, "optimizer": kind})
             if net is not None and any(p.dim() == 3 for p in own):
-                found[-1]["kernels"] = True  # hidden_matrices has taken no stacks
+                found[-1]["kernels"] = True
+        if apart:
+            found.append({**group, "params": apart, "optimizer": kind})
         if rest:
             found.append({**group, "params": rest, "optimizer": others})
     return found

@@ -155,14 +155,15 @@ def orthogonalised(matrix, dtype, room=None):
 
 
 def hidden_matrices(net):
-    """The set of the parameters that Muon takes: matrices and kernels of the layers between the first and the
-    last. Not embeddings, heads and norms, as `roles.roles` and names say, nor the first convolution.
+    """The set of the parameters that Muon takes: matrices, stacks and kernels of the layers between the first
+    and the last. Not embeddings, heads and norms, as `roles.roles` and names say, nor the first convolution.
 
     net: a module, or parameters without names, of which all matrices and kernels are meant.
     """
     if not isinstance(net, nn.Module):
         return {p for p in net if _matrix(p, p.dim() > 2)}
     role_of = roles(net)
+    stacks = stacks_of(net)
     found, tables = set(), set()
     is_first = True  # convolution
     for name, module in net.named_modules():
@@ -174,9 +175,15 @@ def hidden_matrices(net):
             apart = {"norm", "embedding", "head"} & (role_of[name] | role(full, module))
             if convolution and is_first and p.dim() > 1:
                 is_first = False
-            elif _matrix(p, convolution) and not apart:
+            elif (p in stacks or _matrix(p, convolution)) and not apart:
                 found.add(p)
     return found - tables  # a head that is tied to an embedding among them
+
+
+def stacks_of(net):
+    """The set of a net's parameters that are stacks of matrices, as the experts of a mixture."""
+    kernels = {p for m in net.modules() if isinstance(m, CONVOLUTIONS) for p in m.parameters()}
+    return {p for p in net.parameters() if p.dim() == 3 and min(p.shape) > 1 and p not in kernels}
 
 
 def _matrix(p, convolution):

@@ -624,7 +624,8 @@ class Text(nn.Module):
 
 def test_embeddings_heads_and_vectors_are_not_hidden_matrices():
     model = Text()
-    hidden = {"attn.in_proj_weight", "attn.out_proj.weight", "up.weight"}
+    model.experts = nn.Parameter(torch.zeros(3, 8, 8))
+    hidden = {"attn.in_proj_weight", "attn.out_proj.weight", "up.weight", "experts"}
     assert names_of(model, hidden_matrices(model)) == hidden
     model.roles = {"up": {"head"}}  # as the net declares it
     assert names_of(model, hidden_matrices(model)) == hidden - {"up.weight"}
