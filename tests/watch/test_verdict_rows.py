@@ -56,6 +56,38 @@ def moments(**values):
     return lambda watch: put(watch.writes.moments, number(watch, LAST), **values)
 
 
+def directed(cosine):
+    average = dict(cosine=cosine, directed=1.0)
+    return lambda watch: put(watch.writes.averaging["ema"], number(watch, LAST), **average)
+
+
+def stands(arrived):
+    def change(watch):
+        for sums in (watch.writes.moments, watch.writes.growth):
+            put(sums, number(watch, LAST), **WANTED, arrived=arrived)
+
+    return change
+
+
+def gone(share):
+    def change(watch):
+        extra(judged=100, v_gone=100 * share)(watch)
+        p = dict(watch.named)[LAST]
+        watch.optimizer.state[p]["exp_avg_sq"] = watch.optimizer.state[p]["exp_avg_sq"].bfloat16()
+
+    return change
+
+
+def masked(share):
+    """So many gradients are set to 0 at each look, and a quarter of the weights is 0."""
+
+    def change(watch):
+        put(watch.gradients.changes, number(watch, LAST), looks=1, parts_zeroed=share)
+        dict(watch.named)[LAST].data[0] = 0
+
+    return change
+
+
 def averages(decay=None, dtype=torch.float32, **values):
     def change(watch):
         put(watch.writes.averages["ema"], number(watch, LAST), **values)
@@ -224,6 +256,10 @@ ROWS = {
         all_of(looks=20, at_zero=3, zero_since=6),
     ),
     "a state in bf16 of who knows": ("momentum_buffer", "note", "how much, is not known", stated(BF16), None),
+    "v stands": ("exp_avg_sq", "severe", "it stands still", stands(0.01), stands(0.03)),
+    "v gone": ("exp_avg_sq", "severe", "6% of the second moments are 0 in bf16", gone(0.06), gone(0.04)),
+    "a mask": ("grads", "note", "set to 0 between backward", masked(0.25), masked(0.3)),
+    "elsewhere": ("ema", "severe", "not toward its weight", directed(0.4), directed(0.6)),
     "v grows": (
         "exp_avg_sq",
         "moderate",

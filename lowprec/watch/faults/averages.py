@@ -143,16 +143,8 @@ def average_stood(one):
     return None if one.average.arrived or not one.ema.begun else one.extra.stood
 
 
-STANDS = "the average stands still in {dtype}: none of the wanted movement is written"
-
-
-@severe_of_ema(STANDS, "hold and compute it in fp32", rank=1.5)
-def narrow_average_stands(one):
-    """Nothing is written of the wanted movement of an average in 16 bits."""
-    return average_stands(one) if one.average_is_narrow else None
-
-
-@severe_of_ema(STANDS, "update all tensors of the average after each step", rank=1.5)
+@severe_of_ema("the average stands still in {dtype}: none of the wanted movement is written",
+               "update all tensors of the average after each step, in fp32", rank=1.5)
 def average_stands(one):
     """Nothing is written of the wanted movement."""
     stands = one.average.entries >= 1 and not one.average.arrived
