@@ -1,14 +1,14 @@
-"""python tests/many_ranks.py: runs train.py, and jobs of fsdp_jobs.py on several ranks: forks of one process
-that has imported everything once.
+"""A server that runs train.py, and jobs of fsdp_jobs.py on several ranks: forks of one process that has
+imported everything once.
 
-It says "ready", and then takes a JSON list a line. ["run", words, environment, file of messages] answers with
-the number of a process, which leads a group of its own; ["bound", words, folder, file of messages] with one
-that the modes of files bind. ["ranks", world, job or null, words, file of
-messages, folder] answers with the process numbers of the ranks, whose store a process of its own hosts, as
-torchrun does; ["rank", number, world, port, ...] starts one of them without it, at a port that ["port"]
-tells; ["wait", number] answers with an exit status, negative for a signal. What does not end is killed.
-What ranks print is in a file beside that of their messages.
-Kernels are not compiled.
+It takes a JSON list a line. ["run", words, environment, file of messages] answers with the number of a
+process, which leads a group of its own; ["bound", words, folder, file of messages] with one that the modes of
+files bind. ["ranks", world, job or null, words, file of messages, folder] answers with the process numbers of
+the ranks, whose store a process of its own hosts, as torchrun does; ["rank", number, world, port, ...] starts
+one of them without it, at a port that ["port"] tells; ["wait", number] answers with an exit status, negative
+for a signal; ["torchrun", world, words, file of messages, folder] with the number of torchrun's own process,
+whose workers are forks. What does not end is killed. What ranks print is in a file beside that of their
+messages. Kernels are not compiled.
 """
 
 import ctypes
@@ -19,9 +19,8 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import threading
+import warnings
 
 import cli
 import common
@@ -34,6 +33,8 @@ import torch.distributed.fsdp
 import torch.utils.tensorboard  # noqa: F401
 import torchvision.utils  # noqa: F401
 from forked import LONGEST, forked, wait
+from torch.distributed import run as distributed_run
+from torch.distributed.launcher.api import elastic_launch
 
 import train
 from harness import run_folder
@@ -109,18 +110,51 @@ def rank(number, world, port, job, words, messages, folder, hosted="False"):
     return forked(act, place, messages)
 
 
-if __name__ == "__main__":
+def torchrun(world, words, messages, folder):
+    def act():
+        os.chdir(folder)
+        flags = f"--nproc_per_node {world} --start_method fork --rdzv_backend c10d".split()
+        args = distributed_run.parse_args([*flags, "--rdzv_endpoint", "localhost:0", "train.py"])
+        config, _, _ = distributed_run.config_from_args(args)
+        elastic_launch(config, worker)(words)
+
+    return forked(act, {}, messages)
+
+
+def worker(words):
+    sys.exit(train.main(words))
+
+
+ACTS = {act.__name__: act for act in (run, bound, ranks, rank, torchrun, wait, port)}
+
+
+def serve(line):
+    """Answer what comes by a text file that both ends write, until the other end is closed; then end."""
+    try:
+        as_started_by_hand()
+        asked = line.readline()
+        compiled._compiled = common.uncompiled
+        cli.shorten()
+        run_folder.environment("cpu")
+        for form in FORMATS.values():
+            form.require()
+        gc.freeze()  # what was imported is no garbage: no fork looks through it
+        while asked:
+            act, *rest = json.loads(asked)
+            print(json.dumps(ACTS[act](*rest)), file=line, flush=True)
+            asked = line.readline()
+    finally:
+        os._exit(0)
+
+
+def as_started_by_hand():
+    """Undo what pytest has changed in this process, a fork of it: what is said goes to its own stderr."""
+    os.setsid()  # Ctrl-C is for pytest, which closes the line
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests
-    compiled._compiled = common.uncompiled
-    cli.shorten()
-    torch.set_num_threads(1)
-    run_folder.environment("cpu")
-    for form in FORMATS.values():
-        form.require()
-    gc.freeze()  # what was imported is no garbage: no fork looks through it
-    print("ready", flush=True)
-    acts = {"run": run, "bound": bound, "ranks": ranks, "rank": rank, "wait": wait, "port": port}
-    for line in sys.stdin:
-        act, *rest = json.loads(line)
-        print(json.dumps(acts[act](*rest)), flush=True)
-    os._exit(0)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    threading.excepthook, sys.unraisablehook = threading.__excepthook__, sys.__unraisablehook__
+    warnings.showwarning = show_warning
+
+
+def show_warning(message, category, filename, lineno, file=None, line=None):
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))

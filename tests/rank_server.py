@@ -1,32 +1,34 @@
 """Fixtures and questions of tests whose ranks are real processes: forks of tests/many_ranks.py."""
 
-import atexit
-import functools
 import json
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 
+import many_ranks
 import pytest
-from cli import ROOT, process
 
 
-@functools.cache
-def server():
-    """One for all files of tests: it takes 10 seconds to start."""
-    child = process(ROOT / "tests/many_ranks.py", stdin=-1, cwd=ROOT)
-    assert child.stdout.readline() == "ready\n", child.stderr.read()[-2000:]
-    atexit.register(child.stdin.close)  # which ends it
-    return child
+def start_server():
+    """The line to a fork of this process that many_ranks serves. It ends with this process."""
+    ours, its = socket.socketpair()
+    if not os.fork():
+        ours.close()
+        many_ranks.serve(its.makefile("rw"))
+    its.close()
+    return ours.makefile("rw")
+
+
+# Before any test runs: a process with threads may be forked while one of them holds a lock.
+SERVER = start_server()
 
 
 def ask(*words):
     """What the server answers."""
-    child = server()
-    child.stdin.write(json.dumps(words) + "\n")
-    child.stdin.flush()
-    return json.loads(child.stdout.readline())
+    print(json.dumps(words), file=SERVER, flush=True)
+    return json.loads(SERVER.readline())
 
 
 @pytest.fixture
@@ -46,6 +48,11 @@ def ranks():
         running.append(ask("rank", number, world, port, job, words, str(begin.messages), os.getcwd()))
         return running[-1]
 
+    def torchrun(world, *words):
+        begin.messages = Path("messages-torchrun").absolute()
+        running.append(ask("torchrun", world, list(map(str, words)), str(begin.messages), os.getcwd()))
+        return running[-1]
+
     def wait(number):
         running.remove(number)
         return ask("wait", number)
@@ -60,7 +67,7 @@ def ranks():
         return Path(f"{begin.messages}.out").read_text()
 
     begin.start, begin.wait, begin.said, begin.printed = start, wait, said, printed
-    begin.alone, begin.port = alone, lambda: ask("port")
+    begin.alone, begin.torchrun, begin.port = alone, torchrun, lambda: ask("port")
     yield begin
     for number in list(running):
         os.kill(number, signal.SIGKILL)

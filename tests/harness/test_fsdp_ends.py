@@ -12,7 +12,6 @@ import cli
 import fsdp_runs
 import pytest
 import rank_server
-from cli import ROOT, process
 from fsdp_runs import LOW, RUN, TASK
 from rank_server import ranks_messages
 
@@ -68,12 +67,17 @@ def test_signals_to_the_process_groups_stop_ranks_with_workers(run, ranks):
 def test_a_killed_worker_ends_all_in_one_line(run, ranks):
     numbers = run.start(2, "--steps", 10**6, "--checkpoint_every", 2, "--workers", 1)
     checkpointed(ranks)
-    (worker,) = Path(f"/proc/{numbers[1]}/task/{numbers[1]}/children").read_text().split()
-    os.kill(int(worker), signal.SIGKILL)
+    (worker,) = workers(numbers[1])
+    os.kill(worker, signal.SIGKILL)
     assert [ranks.wait(number) for number in numbers] == [2, 2]
     (said,) = ranks.said()
     assert "a process that reads data was ended" in said and "the same command resumes" in said
     assert "Traceback" not in ranks.messages.read_text()
+
+
+def workers(number):
+    """The processes that a process has forked, in order."""
+    return list(map(int, Path(f"/proc/{number}/task/{number}/children").read_text().split()))
 
 
 def until(true, ranks):
@@ -101,48 +105,20 @@ def test_a_rank_that_is_killed_before_they_met_ends_the_others(ranks):
     assert "Traceback" not in ranks.messages.read_text() and not Path("runs").exists()
 
 
-@pytest.fixture
-def torchrun(monkeypatch):
-    """torchrun(*flags): it starts train.py on two processes, as a person would, and ends with the test."""
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # building fused kernels takes longer than these runs
-    Path("lines.py").write_text(TASK)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, ROOT / "train.py"]
-    started = []
-
-    def start(*flags):
-        started.append(process(*launch, "--fsdp", "--task", "lines.py:Lines", *RUN, *LOW[:2], *flags))
-        return started[-1]
-
-    yield start
-    for child in started:
-        child.terminate()  # ends its workers too
-        child.communicate(timeout=60)
-
-
-def worker(child, rank):
-    """The number of the worker of this rank, of a torchrun that has started its workers."""
-    found = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
-    (number,) = [n for n in found if f"RANK={rank}" in Path(f"/proc/{n}/environ").read_text().split("\0")]
-    return int(number)
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux alone tells the workers of torchrun")
-def test_a_killed_worker_of_torchrun_ends_it_in_our_line_and_the_same_command_finishes(torchrun, ranks):
-    words = ["--name", "run", "--steps", 120, "--checkpoint_every", 20]
-    first = torchrun(*words)
-    end = time.monotonic() + 200  # three processes import their libraries
-    while not Path("runs/run/checkpoint.json").exists():
-        assert first.poll() is None and time.monotonic() < end
-        time.sleep(0.01)
-    os.kill(worker(first, 1), signal.SIGKILL)
+def test_a_killed_worker_of_torchrun_ends_it_in_our_line_and_the_same_command_finishes(ranks):
+    Path("lines.py").write_text(TASK)
+    words = ["--fsdp", "--task", "lines.py:Lines", *RUN, *LOW, "--name", "run", "--checkpoint_every", 4]
+    first = ranks.torchrun(2, *words, "--steps", 10**6)
+    checkpointed(ranks)
+    _, last = workers(first)
+    os.kill(last, signal.SIGKILL)
     begun = time.monotonic()
-    _, said = first.communicate(timeout=60)
-    assert first.returncode == 1 and time.monotonic() - begun < 30
+    assert ranks.wait(first) and time.monotonic() - begun < 30
     # as the survivor hears of it: by its connection, or by torchrun's SIGTERM; torchrun's page repeats it
     ours = r"^(?! ).*(another process of this run has ended|interrupted); the same command (resumes|starts)"
-    assert len(re.findall(ours, said, re.M)) == 1, said
-    assert 20 <= checkpoints.read("runs/run")["step"] < 120
-    again = ["--task", "lines.py:Lines", "--fsdp", *RUN, *LOW[:2], *words]
-    assert ranks(2, None, *again) == [0, 0], ranks_messages(ranks)
-    assert "120 steps in" in ranks.printed() and checkpoints.read("runs/run")["step"] == 120
-    assert [row["step"] for row in cli.metrics()] == list(range(2, 121, 2))
+    assert len(re.findall(ours, ranks_messages(ranks), re.M)) == 1, ranks_messages(ranks)
+    done = checkpoints.read("runs/run")["step"]
+    assert ranks(2, None, *words, "--steps", done + 2) == [0, 0], ranks_messages(ranks)
+    assert checkpoints.read("runs/run")["step"] == done + 2
+    assert [row["step"] for row in cli.metrics()] == list(range(2, done + 3, 2))
