@@ -8,6 +8,7 @@ batch, so that their mean gradient is one rank's to the bit, on 1, 2 and 4 ranks
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -412,6 +413,17 @@ def auto(limits, *words):
     with pytest.MonkeyPatch.context() as patch:
         Full(patch, limits[int(os.environ["RANK"])])
         return train.main(list(words))
+
+
+def waiting_experiment(root, folder):
+    """run.py with the train.py of a folder, whose run waits for its end."""
+    from experiments import run
+
+    os.environ["WAIT"] = "1"
+    run.ROOT = Path(root)
+    run.fork_server = lambda: multiprocessing.get_context("fork")
+    run.refuse_changed_code = lambda todo: None
+    return run.main(["001", "--arm", "fp32", "--seeds", "0", "--jobs", "1"], Path(folder))
 
 
 # ---- Means of gradients ------------------------------------------------------------------------------------

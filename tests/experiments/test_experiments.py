@@ -2,19 +2,20 @@
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import rank_server
 from lab import FAKE, SECOND, TOML, Typed, commands, draw_quickly, fails, record, records_of, second, write
+from rank_server import ask, ranks_messages
 
 from experiments import report, run
 from experiments.log import definition
@@ -22,6 +23,8 @@ from experiments.log import records as log
 from harness import run_folder
 from lowprec.errors import Refused
 from lowprec.optimizers.build import OPTIMIZERS
+
+ranks = rank_server.ranks
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +88,8 @@ ENVIRONMENT |= {"commit": "d" * 40, "clean": True}  # of the machine that sample
 def fake(tmp_path, monkeypatch):
     """A train.py that does nothing, quickly; validation still asks the real one."""
     monkeypatch.setenv("WAIT", "")  # whatever the fork server was started with
+    monkeypatch.setenv("PYTHONPATH", str(definition.ROOT))
+    monkeypatch.setattr(run, "PRELOADED_MODULES", ["experiments.run"])  # no libraries of a real train.py
     (tmp_path / "train.py").write_text(FAKE)
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "environment", lambda device: ENVIRONMENT)
@@ -219,25 +224,13 @@ def test_a_drawing_has_the_defaults_of_its_training():
     assert run.flags_of_words(["--optimizer", "lion"])["lr"] == OPTIMIZERS["lion"].flags["lr"]
 
 
-def test_a_killed_run_py_leaves_no_run_behind(folder, fake, tmp_path):
+def test_a_killed_run_py_leaves_no_run_behind(folder, tmp_path, ranks):
     """Its runs see that it is gone and stop as on SIGTERM: with a checkpoint."""
-    code = f"""
-        import sys
-        sys.path.insert(0, {str(definition.ROOT)!r})
-        from pathlib import Path
-        from experiments import run
-        run.ROOT = Path({str(tmp_path)!r})
-        run.refuse_changed_code = lambda todo: None
-        run.main(["001", "--arm", "fp32", "--seeds", "0", "--jobs", "1"], Path({str(folder)!r}))
-    """
-    lines = "\n".join(line.strip() for line in code.splitlines())
-    process = subprocess.Popen([sys.executable, "-c", lines], cwd=tmp_path, env={**os.environ, "WAIT": "1"})
+    (tmp_path / "train.py").write_text(FAKE)
+    (number,) = ranks.start(1, "waiting_experiment", str(tmp_path), str(folder))
     started = tmp_path / "runs/experiments/001-fp32-seed0/started"
-    try:
-        assert wait_for(started)
-    finally:
-        process.kill()
-        process.wait()
+    assert wait_for(started), ranks_messages(ranks)
+    os.kill(number, signal.SIGKILL)
     assert wait_for(started.with_name("stopped"), seconds=20)
 
 
@@ -307,8 +300,22 @@ def test_a_run_that_another_process_has_is_not_recorded_as_failed(
     assert len(log.recorded(definition.load_experiment("1", folder))) == 1
 
 
+class Fork:
+    """In place of a process of run.py's fork server: one of the tests' server."""
+
+    def __init__(self, target, args):
+        (_, *self.words), self.log, _, _ = args
+
+    def start(self):
+        self.number = ask("run", self.words, {}, self.log)
+
+    @functools.cached_property
+    def exitcode(self):
+        return ask("wait", self.number)
+
+
 def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # compiling costs more than these four steps
+    monkeypatch.setattr(run, "fork_server", lambda: SimpleNamespace(Process=Fork))
     words = ["001", "--arm", "sampler", "--seeds", "0", "--runs", str(folder.parent / "runs")]
     assert run.main(words, folder) == 0
     path = folder / "001-rounding/results.jsonl"
@@ -317,7 +324,7 @@ def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
     assert str(folder.parent) not in path.read_text()
     ema = trained["scores"]["ema"]
     assert trained["curves"]["step"] == [2, 4]
-    assert len(ema["loss_by_timestep"]) == 10 and ema["trace"][-1]["t"] == 0
+    assert len(ema["loss_by_timestep"]) == 2 and ema["trace"][-1]["t"] == 0
     assert sampled["scores"]["ema"]["frechet"] != ema["frechet"]
     check = ["001", "--check", "--note", "--arm", "fp32", "--seeds", "0"]
     assert run.main(check, folder) == 0
