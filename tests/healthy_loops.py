@@ -1,8 +1,8 @@
 """More than 200 healthy training loops under the Watch: each alarm is printed, and is a false one.
 
     pip install pytorch_optimizer timm schedulefree prodigyopt lion-pytorch came-pytorch diffusers
-    python tests/healthy_loops.py                    all of them: about ten minutes on one core
-    python tests/healthy_loops.py timm critic        those whose names hold one of the words
+    WATCH_STEPS=60 python tests/healthy_loops.py     all of them: about ten minutes on one core
+    python tests/healthy_loops.py timm critic        those whose names hold one of the words, of 24 steps
 
 pytest does not collect it: it needs the packages above, and names the loops that a missing one keeps from
 running. A loop is healthy when it is fp32, or a recipe that loses nothing, and does what its authors meant.

@@ -1,12 +1,15 @@
 """What the healthy loops share, and the table that they enter."""
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lowprec import Watch
 
-STEPS, EVERY = 60, 10
+STEPS = int(os.environ.get("WATCH_STEPS", "24"))
+EVERY = STEPS // 4
 LOOPS = {}  # name -> function that trains and returns its Watch
 
 

@@ -318,7 +318,7 @@ AVERAGES = {
     ),
     "beginning late": (
         of_dict,
-        lambda ema, net, step: follow(ema, net, 1.0 if step < 20 else 0.01),
+        lambda ema, net, step: follow(ema, net, 1.0 if step < STEPS // 3 else 0.01),
     ),
     "slow": (of_dict, lambda ema, net, step: follow(ema, net, 1e-4)),
 }
