@@ -134,16 +134,17 @@ def flag_table(spec=None):
     own = {row.name: row for row in flag_rows(find_task(spec))}
     here = {*own, *(row.name for row in before + after)}
     rows = [own.get(row.name, row) for row in in_order if row.name in here]
+    names_of = {name: {row.name for row in flag_rows(kind)} for name, kind in TASKS.items()}
     elsewhere = {}
     for row in of_tasks:
         if row.name not in here:
-            elsewhere[row.name] = _whose(row.name, spec)
+            owners = [name for name, names in names_of.items() if row.name in names]
+            elsewhere[row.name] = _whose(row.name, owners, spec)
     return flags.FlagTable([*rows, *own.values()], own, elsewhere)
 
 
-def _whose(flag, spec):
-    """What is said of a flag that belongs to other tasks than --task `spec`."""
-    owners = [name for name, kind in TASKS.items() if any(row.name == flag for row in flag_rows(kind))]
+def _whose(flag, owners, spec):
+    """What is said of a flag that belongs to other tasks than --task `spec`, its `owners`."""
     if len(owners) == 1:
         tasks, add = owners[0], f"add --task {owners[0]}"
     else:

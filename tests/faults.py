@@ -365,7 +365,7 @@ def _(loop):
     loop.clip = 1e-9
 
 
-@fault("SGD's gradients clipped at 1e-9", "ResNet", ("grads", "", "clipping leaves"), lr=1e-2)
+@fault("SGD's gradients clipped at 1e-9", "ResNet", ("grads", "", "the net stands still"), lr=1e-2)
 def _(loop):
     loop.opt(torch.optim.SGD, momentum=0.9)
     loop.clip = 1e-9

@@ -231,6 +231,11 @@ def measured(names, file):
     told(file, result)
 
 
+def sharding_of_a_rank(*words):
+    """What `bench.py sharding` lets a process do."""
+    sharding.of_a_process(int(os.environ["RANK"]), *words)
+
+
 class Loss(nn.Module):
     """A wrapper that calls a net, as a diffusion does."""
 

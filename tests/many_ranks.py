@@ -2,13 +2,13 @@
 imported everything once.
 
 It takes a JSON list a line. ["run", words, environment, file of messages] answers with the number of a
-process, which leads a group of its own; ["bound", words, folder, file of messages] with one that the modes of
-files bind. ["ranks", world, job or null, words, file of messages, folder] answers with the process numbers of
-the ranks, whose store a process of its own hosts, as torchrun does; ["rank", number, world, port, ...] starts
-one of them without it, at a port that ["port"] tells; ["wait", number] answers with an exit status, negative
-for a signal; ["torchrun", world, words, file of messages, folder] with the number of torchrun's own process,
-whose workers are forks. What does not end is killed. What ranks print is in a file beside that of their
-messages. Kernels are not compiled.
+process, which leads a group of its own; ["code", text, file of messages] with one that runs a text; ["bound",
+words, folder, file of messages] with one that the modes of files bind. ["ranks", world, job or null, words,
+file of messages, folder] answers with the process numbers of the ranks, whose store a process of its own
+hosts, as torchrun does; ["rank", number, world, port, ...] starts one of them without it, at a port that
+["port"] tells; ["torchrun", world, words, file of messages, folder] answers with the number of torchrun's own
+process, whose workers are forks; ["wait", number] with an exit status, negative for a signal. What does not
+end is killed. What ranks print is in a file beside that of their messages. Kernels are not compiled.
 """
 
 import ctypes
@@ -44,6 +44,10 @@ from lowprec.kernels import compiled
 
 def run(words, environment, messages):
     return forked(lambda: train.main(words), environment, messages)
+
+
+def code(text, messages):
+    return forked(lambda: exec(text, {}), {}, messages)
 
 
 def bound(words, folder, messages):
@@ -125,7 +129,7 @@ def worker(words):
     sys.exit(train.main(words))
 
 
-ACTS = {act.__name__: act for act in (run, bound, ranks, rank, torchrun, wait, port)}
+ACTS = {act.__name__: act for act in (run, code, bound, ranks, rank, torchrun, wait, port)}
 
 
 def serve(line):

@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+import rank_server
 import torch
+from rank_server import ranks_messages
 
 import bench
 import options
@@ -20,6 +22,7 @@ from harness import flags
 from lowprec import machine, recipes, view
 from lowprec.kernels import cpu_products
 
+ranks = rank_server.ranks
 SMALL = ["optimizers", "--parameters", "2000", "--layouts", "large"]
 
 
@@ -152,7 +155,12 @@ def test_the_flags_in_the_table_of_bytes_are_those_of_train():
             assert config.states_on == writing.get("states_on", "device")
 
 
-def test_processes_hold_what_arithmetic_says(tmp_path, capsys, monkeypatch):
+def test_processes_hold_what_arithmetic_says(tmp_path, capsys, monkeypatch, ranks):
+    def on_ranks(function, words, nprocs, start_method):
+        assert ranks(nprocs, "sharding_of_a_rank", *words) == [0] * nprocs, ranks_messages(ranks)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sharding.mp, "start_processes", on_ranks)
     with_codes = list(sharding.SHARDED_RECIPES.items())[3]
     monkeypatch.setattr(sharding, "SHARDED_RECIPES", dict([with_codes]))
     rows = run(tmp_path, "sharding", "--nets", "dit:tiny:8:2", "--ranks", "2")["results"]

@@ -29,6 +29,12 @@ def all_flags(arm):
 
 
 @functools.cache
+def known(experiment):
+    """{key: record}. Raises Refused where a record's command is not the one of its arm."""
+    return log.recorded(experiment)
+
+
+@functools.cache
 def flags_of(*words):
     return run.flags_of_words(list(words))
 
@@ -50,7 +56,7 @@ def test_arms_differ_from_their_baseline_in_their_flags_alone(experiment, monkey
         elsewhere = "on another kind of CPU" in arm.note
         again = f"{arm.name} is its baseline again"
         assert arm is base or differ or arm.metric != base.metric or elsewhere, again
-    log.recorded(experiment)  # raises when a record's command is not the one of its arm
+    known(experiment)
 
 
 @logged
@@ -61,10 +67,10 @@ def test_the_log_is_what_the_results_give():
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.folder.name)
 def test_the_pictures_of_the_log_show_its_records(experiment):
     """So that nothing but new records redraws them. Samples are not checked: their runs are not kept here."""
-    known = {}
+    read = {}
     for number in sorted({key[0] for arm in experiment.arms for key in keys_read(arm)}):
-        known |= log.recorded(next(e for e in EXPERIMENTS if e.number == number))
-    for name, data in report.data_of_figures(experiment, known, runs="nowhere"):
+        read |= known(next(e for e in EXPERIMENTS if e.number == number))
+    for name, data in report.data_of_figures(experiment, read, runs="nowhere"):
         digest = figures.digest_of(data, figures.FIGURES[name][1])
         assert figures.drawn_from(experiment.folder / f"{name}.png") == digest, name
 
@@ -101,11 +107,11 @@ def test_links_of_the_log_lead_somewhere():
 
 
 def test_the_figures_of_the_front_pages_show_the_records():
-    known = {k: r for e in EXPERIMENTS for k, r in log.recorded(e).items()}
-    found = overview.settings(EXPERIMENTS, known)
+    every = {key: record for e in EXPERIMENTS for key, record in known(e).items()}
+    found = overview.settings(EXPERIMENTS, every)
     data = {
         definition.HERE / "sizes.png": overview.figure_data(found),
-        ROOT / "docs/cost.png": overview.cost_data(found, EXPERIMENTS, known),
+        ROOT / "docs/cost.png": overview.cost_data(found, EXPERIMENTS, every),
     }
     for path, shown in data.items():
         assert figures.drawn_from(path) == figures.digest_of(shown, figures.FIGURES[path.stem][1]), path

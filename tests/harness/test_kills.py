@@ -174,7 +174,7 @@ import os, signal, sys
 import train
 
 def speaks_first():
-    print("asked")
+    print("asked", file=sys.stderr)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # of torchrun, for one that has died
         os.kill(os.getpid(), signum)
     return True
@@ -187,12 +187,16 @@ sys.exit(status)
 """
 
 
-def test_a_signal_during_the_last_words_does_not_cut_them_off(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    child = process("-c", LAST_WORDS)
-    out, err = child.communicate(timeout=60)
-    assert out == "asked\n"
-    assert child.returncode == 2 and err.count("\n") == 1 and "runs/nothing.pt" in err, err
+def end_of(code):
+    """(exit status, what was said) of a process that runs this code."""
+    number = ask("code", code, os.path.abspath("messages"))
+    return ask("wait", number), Path("messages").read_text()
+
+
+def test_a_signal_during_the_last_words_does_not_cut_them_off():
+    status, said = end_of(LAST_WORDS)
+    asked, line = said.splitlines()
+    assert status == 2 and asked == "asked" and "runs/nothing.pt" in line
 
 
 AT_ODD_MOMENTS = {
@@ -216,22 +220,21 @@ except Ended as ended:
     raise SystemExit(128 + ended.args[0])
 """,
     "twice": """
-import atexit, os, signal
+import os, signal
 from harness.ending import ends_once
 
 signal.signal(signal.SIGTERM, ends_once(SystemExit(143)))
-atexit.register(os.kill, os.getpid(), signal.SIGTERM)
-os.kill(os.getpid(), signal.SIGTERM)
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)
 """,
 }
 
 
 @pytest.mark.parametrize("moment", AT_ODD_MOMENTS)
-def test_a_signal_at_an_odd_moment_leaves_no_traceback(moment, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    child = process("-c", AT_ODD_MOMENTS[moment])
-    assert child.communicate(timeout=60) == ("", "")
-    assert child.returncode == 128 + signal.SIGTERM
+def test_a_signal_at_an_odd_moment_leaves_no_traceback(moment):
+    assert end_of(AT_ODD_MOMENTS[moment]) == (128 + signal.SIGTERM, "")
 
 
 # ---- The lock ----------------------------------------------------------------------------------------------
@@ -283,13 +286,13 @@ def test_ranks_share_one_lock_and_one_that_is_killed_ends_them_all(start):
 
 
 def test_a_rank_killed_at_any_moment_under_fsdp_resumes_bit_for_bit(start):
-    flags = ["--fsdp", "--steps", 16, "--checkpoint_every", 2, "--pure_bf16", "--stochastic"]
+    flags = ["--fsdp", "--steps", 8, "--checkpoint_every", 2, "--pure_bf16", "--stochastic"]
     assert list(map(start.wait, two_ranks(start, *flags, "--name", "whole"))) == [0, 0], start.said()
     seed = random.randrange(10**6)
     print("seed", seed)
     draw = random.Random(seed)
     numbers = two_ranks(start, *flags)
-    until(has_logged(draw.randrange(6)))
+    until(has_logged(draw.randrange(3)))
     time.sleep(draw.uniform(0, 0.1))
     killed = numbers.pop(draw.randrange(2))
     os.kill(killed, signal.SIGKILL)
@@ -301,7 +304,7 @@ def test_a_rank_killed_at_any_moment_under_fsdp_resumes_bit_for_bit(start):
     late.cancel()
     assert list(map(start.wait, two_ranks(start, *flags))) == [0, 0], start.said()
     one, other = (read_checkpoint(f"runs/{name}") for name in ("run", "whole"))
-    assert one["step"] == other["step"] == 16
+    assert one["step"] == other["step"] == 8
     assert_same(one["precision"], other["precision"])
     assert metrics("run") == metrics("whole") and summary("run")["scores"] == summary("whole")["scores"]
     assert not list(Path("runs/run").glob("*.part")), ends

@@ -5,7 +5,7 @@ import importlib
 
 import torch
 import torch.nn.functional as F
-from healthy.shared import LOOPS, adam, draw, loop, mlp, next_token, task, trained
+from healthy.shared import LOOPS, STEPS, adam, draw, loop, mlp, next_token, task, trained
 from torch import nn
 
 from lowprec import EMA

@@ -5,14 +5,11 @@ import contextlib
 import io
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import cli
 import pytest
 import torch
-from cli import ROOT
 
 from harness.run_folder import read_checkpoint
 
@@ -108,11 +105,7 @@ def flat(run):
 
 
 def test_a_strangers_task_is_one_class():
-    # the real command; those that follow run in this process, which has the libraries already
-    words = [*"--task mine.py:Mine --steps 5 --hidden 32 --ledger".split(), *QUICK]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer
-    options = dict(capture_output=True, text=True, env=environment, timeout=300, check=True)
-    out = subprocess.run([sys.executable, ROOT / "train.py", *words], **options).stdout
+    out, _ = command(*QUICK, "--steps", 5, "--hidden", 32, "--ledger")
     assert "waves: 64 + 32\nMine, 97 parameters, on " in out and "real (floor)" in out and "error" in out
     assert "target" in out  # the ledger holds its site
     state = read_checkpoint("runs/run")

@@ -5,6 +5,7 @@ Some steps a case here; WATCH_STEPS=300 runs all of them for as long as that say
 
 import os
 
+import cli
 import faults
 import held_out
 import planted
@@ -20,6 +21,7 @@ STEPS = int(os.environ.get("WATCH_STEPS", "12"))
 @pytest.fixture(autouse=True)
 def eager(monkeypatch, tmp_path):
     monkeypatch.setattr(compiled, "unfused", planted.Everything())
+    cli.shorten(monkeypatch.setattr)
     monkeypatch.chdir(tmp_path)
 
 
