@@ -234,18 +234,6 @@ def test_the_table_of_the_docs_has_what_was_measured():
     assert table.startswith("| DiT-B/2 | images a second |")
 
 
-def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.main(["--gpu", "--out", str(tmp_path)]) == 2
-    out, err = capsys.readouterr()
-    assert (
-        out == ""
-        and err.count("\n") == 1
-        and "--gpu --dry_run" in err
-        and not list(tmp_path.iterdir())
-    )
-
-
 @pytest.mark.gpu
 def test_the_gpu_bench_runs_on_one(tmp_path):
     names = ["bf16", "fp32", "pure_bf16-stochastic", "generate-bf16"]

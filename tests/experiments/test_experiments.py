@@ -102,38 +102,27 @@ def quick(fake, monkeypatch):
     monkeypatch.setattr(run, "fork_server", lambda: SimpleNamespace(Process=Typed))
 
 
-def test_no_link_of_a_chain_starts_after_one_that_failed(tmp_path, monkeypatch):
-    started = []
+AFTER_NEAREST = """
+[[arms]]
+name = "student"
+after = "nearest"
+flags = ["--finetune", "{after}"]
+[[arms]]
+name = "drawn"
+of = "student"
+flags = ["--set", "sampler=bf16"]
+"""
 
-    class Ended:
-        """A process that has ended once it is started: the first arm's with 2."""
 
-        def __init__(self, target, args):
-            self.name, self.sentinel = args[0], open(os.devnull)  # noqa: SIM115 - ready at once
-
-        def start(self):
-            started.append(self.name)
-            self.exitcode = 2 if self.name == "a" else 0
-
-        def join(self):
-            self.sentinel.close()
-
-    monkeypatch.setattr(run, "fork_server", lambda: SimpleNamespace(Process=Ended))
-    monkeypatch.setattr(run, "run_command_words", lambda arm, seed, runs: arm.name)
-    monkeypatch.setattr(run, "run_label", lambda arm, seed: arm.name)
-    monkeypatch.setattr(run, "run_key", lambda arm, seed: (arm.name, seed))
-
-    def arm(name, of=None, after=None):
-        made = SimpleNamespace(name=name, of=of and of.name, after=after and after.name)
-        made.trained, made.start = of or made, after or made
-        return made
-
-    a, d = arm("a"), arm("d")
-    b = arm("b", after=a)
-    chain = [a, b, arm("c", of=b), d]
-    found = list(run.execute_runs([(arm, 0) for arm in chain], 2, tmp_path))
-    assert {arm.name: status for arm, _, status in found} == {"a": 2, "b": 1, "c": 1, "d": 0}
-    assert started == ["a", "d"]
+def test_no_link_of_a_chain_starts_after_one_that_failed(folder, quick, capsys):
+    write(folder, TOML + AFTER_NEAREST)
+    assert run.main(["001", "--seeds", "1", "--arm", "drawn", "fp32", "--jobs", "2"], folder) == 0
+    known = log.recorded(definition.load_experiment("1", folder))
+    why = {arm: record.get("failed") for (_, arm, _), record in known.items()}
+    assert why["fp32"] is None and "the loss is nan" in why["nearest"]
+    assert "the run of nearest that it needs failed" in why["student"]
+    assert "the run of student that it needs failed" in why["drawn"]
+    assert not (folder.parent / "runs/experiments/001-student-seed1").exists()
 
 
 def test_records_hold_scores_and_failures(folder, quick, capsys):

@@ -49,7 +49,7 @@ def test_an_epoch_shows_every_item_once():
 # ---- In a run ----------------------------------------------------------------------------------------------
 
 
-def test_held_out_scores_are_those_of_the_final_evaluation():
+def test_held_out_scores_are_those_of_the_final_evaluation_and_change_no_bit_of_the_training():
     assert quick(*LOOK, steps=4) == 0
     rows = [row for row in metrics() if "heldout_mean_iou" in row]
     assert [row["step"] for row in rows] == [2, 4] and rows[0]["heldout_loss"] > rows[1]["heldout_loss"]
@@ -57,6 +57,9 @@ def test_held_out_scores_are_those_of_the_final_evaluation():
     assert [rows[-1][f"heldout_{name}"] for name in ("mean_iou", "mean_dice")] == [
         scores[name] for name in ("mean_iou", "mean_dice")
     ]
+    assert quick(*LOOK[:-2], name="blind", steps=4) == 0
+    assert_same(checkpoint()["precision"], checkpoint("blind")["precision"])
+    assert "validation" not in summary("blind") and not Path("runs/blind/best.pt").exists()
 
 
 def test_a_run_that_is_too_short_for_a_look_says_so(capsys):
@@ -64,13 +67,6 @@ def test_a_run_that_is_too_short_for_a_look_says_so(capsys):
     said = capsys.readouterr().out
     assert "--early_stop never looks at held-out data: the first look is after 9 steps" in said
     assert "so there is no best.pt" in said and not Path("runs/run/best.pt").exists()
-
-
-def test_looking_changes_no_bit_of_the_training():
-    assert quick(*LOOK, steps=4) == 0
-    assert quick(*LOOK[:-2], name="blind", steps=4) == 0
-    assert_same(checkpoint()["precision"], checkpoint("blind")["precision"])
-    assert "validation" not in summary("blind") and not Path("runs/blind/best.pt").exists()
 
 
 def test_a_task_without_a_measure_of_its_own_watches_the_held_out_loss():

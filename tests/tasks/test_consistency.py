@@ -2,7 +2,6 @@
 sampling in few steps, a teacher's steps.
 """
 
-from pathlib import Path
 
 import cli
 import common
@@ -12,10 +11,7 @@ import torch
 from cli import (
     assert_same,
     checkpoint,
-    command,
-    content,
     metrics,
-    one_line,
     quick,
     summary,
 )
@@ -289,21 +285,6 @@ def test_a_student_starts_from_its_teacher_and_follows_its_steps(teacher):
     velocity = run.task.live[1](x, torch.full((4,), 800.0), labels)
     found = run.task.teach(x, labels, torch.full((4,), 800.0), torch.full((4,), 700.0))
     torch.testing.assert_close(found, x + 0.1 * velocity)
-
-
-def test_a_student_is_resumed_by_its_own_teacher_alone(teacher, capsys):
-    assert learn("--teacher", teacher, steps=2) == 0
-    assert learn("--teacher", f"{teacher}/checkpoint.pt", steps=4) == 0
-    state = checkpoint("teacher")
-    next(iter(state["precision"]["averages"]["ema"]["shadow"].values())).view(-1)[0] += 1
-    torch.save(state, f"{teacher}/checkpoint.pt")
-    before = content("runs")
-    capsys.readouterr()
-    assert learn("--teacher", teacher, steps=6) == 2
-    assert "tells of another teacher" in one_line(capsys) and content("runs") == before
-    # drawn from, it needs none
-    Path(teacher, "checkpoint.pt").unlink()
-    assert command("--sample", "runs/run", "--sample_steps", 1, "--name", "one") == 0
 
 
 # ---- What does not fit -------------------------------------------------------------------------------------

@@ -18,11 +18,10 @@ from cli import (
     command,
     content,
     draw,
-    metrics,
     one_line,
     summary,
 )
-from generating import Recorder, batch, drawer, make, rmse
+from generating import Recorder, batch, make, rmse
 
 import strategies
 import train
@@ -43,7 +42,7 @@ DISTILL = ["--task", "distill", "--teacher", TEACHER]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Runs made once: a rectified flow with curved paths, and others that are hardly trained."""
+    """Runs that are hardly trained, made once."""
     folder = tmp_path_factory.mktemp("trained")
 
     def quickly(steps, *flags):
@@ -52,7 +51,7 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
         cli.shorten(patch.setattr)
-        quickly(60, *"--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.9".split())
+        quickly(1, "--name", "teacher")
         quickly(1, *"--name backward --velocity noise-clean --pure_bf16 --guidance 2".split())
         quickly(1, *f"--name half2 --task distill --teacher {folder}/teacher --teacher_steps 4".split())
     return folder
@@ -128,16 +127,6 @@ def test_only_the_student_is_taught(teachers):
     run.precision.step()
     assert all(p.grad is None and not p.requires_grad for p in net.net.parameters())
     assert_same({name: p.detach() for name, p in net.net.named_parameters()}, before)
-
-
-def test_the_student_comes_nearer_to_its_teacher(teachers):
-    flags = "--teacher_steps 2 --batch_size 16 --lr 3e-3 --ema_decay 0.9 --validate_every 20".split()
-    assert student(*flags, steps=40) == 0
-    noise, labels = Rng(99).normal(100, 1, 8, 8), torch.arange(100) % 10
-    end = drawer(TEACHER)(labels, noise, 2)
-    of_teacher, of_student = (rmse(drawer(path)(labels, noise, 1), end) for path in (TEACHER, "runs/run"))
-    assert of_student < 0.8 * of_teacher, (of_student, of_teacher)
-    assert [row["step"] for row in metrics() if "heldout_frechet" in row] == [20, 40]
 
 
 # ---- Rounds ------------------------------------------------------------------------------------------------
