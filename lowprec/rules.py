@@ -7,7 +7,6 @@ All rules of a table get one argument, the facts:
 
     FLAG_RULES       flags         what recipe() is called with, but for single sites
     RECIPE_RULES     Recipe        which sites go together
-    MACHINE_RULES    MachineFacts  a recipe on a device; EMULATION_RULES: what the device is slow at
     NET_RULES        nn.Module     the model of a Precision
     SETTING_RULES    a run         the other arguments of a Precision; its parts have rules of their own
     LOSS_RULES       LossFacts     what a recipe that works loses
@@ -181,64 +180,25 @@ RECIPE_RULES = (
 # ---- Machines ----------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class MachineFacts:
-    """A recipe on a kind of device, of which `support` is the table (machine.support)."""
-
-    recipe: Any
-    kind: str
-    support: dict[str, tuple[str, str]]
-
-    @property
-    def compute(self) -> str:
-        """The recipe's site compute."""
-        return self.recipe.compute
-
-    @property
-    def level(self) -> str:
-        """'native', 'emulated' or 'no': how the products of the recipe run."""
-        return self.support[self.compute][0]
-
-    @property
-    def reason(self) -> str:
-        """Why they run so."""
-        return self.support[self.compute][1]
-
-    @property
-    def absent(self) -> list[str]:
-        """The flags of codes for which the machine has no kernels."""
-        flags = [FORMATS[name].flag for name in sorted(self.recipe.coded) if FORMATS[name].flag]
-        return [flag for flag in flags if self.support[flag][0] == "no"]
-
-
-MACHINE_RULES = (
-    Rule(
-        lambda here: here.level == "no",
-        lambda here: f"compute={here.compute} can't run on {here.kind}: {here.reason}",
-    ),
-    Rule(
-        lambda here: here.absent,
-        lambda here: f"--{here.absent[0]} can't run on {here.kind}: {here.support[here.absent[0]][1]}; "
-        "--pure_bf16 --stochastic saves 8 of 16 bytes without it",
-    ),
-)
-EMULATION_RULES = (
-    Rule(
-        lambda here: here.level == "emulated",
-        lambda here: f"compute={here.compute} is emulated here: {here.reason}",
-    ),
-)
+SMALL_WITHOUT_CODES = "; --pure_bf16 --stochastic saves 8 of 16 bytes without it"
 
 
 def check_machine(r, device: torch.device | str) -> list[str]:
     """What `device` only emulates of Recipe r: a line each. Raises Refused where it can't run the recipe, or
     where a package for its moments is absent.
     """
-    here = MachineFacts(r, torch.device(device).type, support(*device_facts(device)))
-    refuse(MACHINE_RULES, here)
-    for name in sorted(r.coded):
-        FORMATS[name].require()
-    return sentences(EMULATION_RULES, here)
+    here = support(*device_facts(device))
+    level, reason = here[r.compute]
+    needed = [(f"compute={r.compute}", level, reason)]
+    formats = [FORMATS[name] for name in sorted(r.coded)]
+    for flag in [form.flag for form in formats if form.flag]:
+        needed.append((f"--{flag}", here[flag][0], here[flag][1] + SMALL_WITHOUT_CODES))
+    for what, its_level, why in needed:
+        if its_level == "no":
+            raise Refused(f"{what} can't run on {torch.device(device).type}: {why}")
+    for form in formats:
+        form.require()
+    return [f"compute={r.compute} is emulated here: {reason}"] if level == "emulated" else []
 
 
 # ---- Runs --------------------------------------------------------------------------------------------------

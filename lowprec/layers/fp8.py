@@ -227,9 +227,9 @@ class FP8(Coverage):
         which is what FP8 training would be without FP8. One copy of the net at a time is held.
         """
         exact = self._gradients_without_fp8(run, loss, "fp32")
-        bf16 = signal_to_noise(self._gradients_without_fp8(run, loss, "bf16"), exact)["all"]
+        bf16 = signal_to_noise(self._gradients_without_fp8(run, loss, "bf16"), exact)
         low = copied(run.model)  # a copy: delayed scaling records what it sees
-        own = signal_to_noise(gradients_of_loss(run.view(low, methods=(self,)), low, loss), exact)["all"]
+        own = signal_to_noise(gradients_of_loss(run.view(low, methods=(self,)), low, loss), exact)
         return {"gradient_snr": {self.format.lower(): own, "bf16": bf16}}
 
     def _gradients_without_fp8(self, run, loss, compute):
@@ -282,23 +282,14 @@ def gradients_of_loss(model, net, loss):
 
 
 def signal_to_noise(low, exact):
-    """Signal-to-noise ratio of gradients `low` against `exact`, {name: dB} and "all": 10 log10 of |g|^2 /
-    |g' - g|^2. Parameters without a gradient are left out; equal gradients give infinity.
+    """Signal-to-noise ratio of gradients `low` against `exact`, dB: 10 log10 of |g|^2 / |g' - g|^2 over all
+    parameters that have both; infinite for equal ones.
     """
-    signal = {}
-    noise = {}
+    signal = noise = 0.0
     for name, g in exact.items():
         if g is not None and low[name] is not None:
-            signal[name] = g.double().square().sum().item()
-            noise[name] = (low[name].double() - g.double()).square().sum().item()
-    signal["all"] = sum(signal.values())
-    noise["all"] = sum(noise.values())
-    return {name: _decibel(signal[name], noise[name]) for name in signal}
-
-
-def _decibel(signal, noise):
+            signal += g.double().square().sum().item()
+            noise += (low[name].double() - g.double()).square().sum().item()
     if noise == 0:
         return math.inf
-    if signal == 0:
-        return -math.inf
-    return 10 * math.log10(signal / noise)
+    return 10 * math.log10(signal / noise) if signal else -math.inf

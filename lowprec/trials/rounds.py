@@ -186,13 +186,14 @@ class Rounds:
 
     def _check_reference(self, result):
         """Raise Refused where no recipe can be judged by the reference."""
+        wrong = ""
+        fall = 1 - result.get("loss", 0.0) / result["before"]
         if "diverged" in result:
-            at = f"is not finite at step {result['diverged']}"
-            raise Refused(f"the reference's loss {at}: no recipe can be judged beside it; lower the rate")
-        before, after = result["before"], result["loss"]
-        if after <= 0:
-            raise Refused(f"the held-out loss is {after:.3g}: a change in percent needs a loss above 0")
-        fall = 1 - after / before
-        if fall < LEAST_FALL:
+            wrong = f"is not finite at step {result['diverged']}; lower the rate"
+        elif result["loss"] <= 0:
+            wrong = f"is {result['loss']:.3g} in the end; a change in percent needs a loss above 0"
+        elif fall < LEAST_FALL:
             fell = f"fell by {100 * fall:.2g} %" if fall > 0 else "did not fall"
-            raise Refused(f"the reference's loss {fell}: too short to tell; give more steps or another rate")
+            wrong = f"{fell}: too short to tell; give more steps or another rate"
+        if wrong:
+            raise Refused(f"no recipe can be judged: the reference's loss {wrong}")

@@ -186,22 +186,19 @@ class Watch:
     @torch.no_grad()
     def _before(self, optimizer, args, kwargs):
         with self.clock:
-            return self._before_step(args, kwargs)
-
-    def _before_step(self, args, kwargs):
-        gradient, version = self._a_gradient()
-        then, then_version = self.begun_with
-        if self.depth and (gradient is not then or version != then_version):
-            self._forget_step()  # it ended by an exception, after which hooks are not called
-        self.depth += 1
-        if self.depth > 1:  # a subclass that calls its parent's step, which has the same hooks
-            return None
-        self.begun_with = gradient, version
-        if gradient is not None:
-            last, then = self.read
-            self.again += last is not None and last() is gradient and version == then
-            self.read = weakref.ref(gradient), version
-        return self._begin(args, kwargs)
+            gradient, version = self._a_gradient()
+            then, then_version = self.begun_with
+            if self.depth and (gradient is not then or version != then_version):
+                self._forget_step()  # it ended by an exception, after which hooks are not called
+            self.depth += 1
+            if self.depth > 1:  # a subclass that calls its parent's step, which has the same hooks
+                return None
+            self.begun_with = gradient, version
+            if gradient is not None:
+                last, then = self.read
+                self.again += last is not None and last() is gradient and version == then
+                self.read = weakref.ref(gradient), version
+            return self._begin(args, kwargs)
 
     def _a_gradient(self):
         """(a gradient, how often it was written): the same in a step and in the step within that."""
@@ -282,25 +279,21 @@ class Watch:
         self._remember_gradients(look)
         self.looks += 1
 
+    @torch.no_grad()
     def _after(self, optimizer, args, kwargs):
         with self.clock:
-            self._after_step()
-
-    @torch.no_grad()
-    def _after_step(self):
-        if self.depth == 0:
-            return
-        self.depth -= 1
-        if self.depth:
-            return
-        self.begun_with = None, 0
-        if self.looking:
-            self._stepped()
-        # the step after a look too: what became of its weights is seen before that writes
-        self.due = self._due(self.steps + 1)
-        self._hold(self.follow or self.due)
-        if self.due:
-            self._listen()
+            if self.depth != 1:  # of a step within a step, or of one that nobody has seen begin
+                self.depth = max(0, self.depth - 1)
+                return
+            self.depth = 0
+            self.begun_with = None, 0
+            if self.looking:
+                self._stepped()
+            # the step after a look too: what became of its weights is seen before that writes
+            self.due = self._due(self.steps + 1)
+            self._hold(self.follow or self.due)
+            if self.due:
+                self._listen()
 
     def _freed(self):
         """Whether backward has updated parameters and freed their gradients, see release.Release."""
