@@ -57,6 +57,7 @@ PARAMETERS = {  # (--model, --size, what --data begins with): parameters of the 
     ("dit", "mini/4", "fashion_mnist"): 4_167_568,
     ("dit", "S/4", "fashion_mnist"): 32_478_736,
     ("gpt", "tiny", ""): 217_664,
+    ("gpt", "tiny", "text"): 217_664,  # windows of 64, too
     ("gpt", "1M", "text"): 836_736,
     ("gpt", "3M", "text"): 2_730_432,
     ("bdh", "tiny", ""): 229_376,
