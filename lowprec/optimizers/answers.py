@@ -165,8 +165,11 @@ class RoundedAnswers(Answers):
     def _settled(self, p):
         """{moment: state.Held} of p after the last step, wherever it is."""
         self.home.settle()
-        if p in self.bucket_of:
-            self.adopt_state(self.bucket_of[p])
+        state = self.state.get(p, {})
+        for name, view, place in self.given_of.get(p, ()):  # its own alone: a bucket may have hundreds
+            if state.get(name) is not view or view.data_ptr() != place:
+                self.adopt_state(self.bucket_of[p])
+                break
         return self.held_of.get(p, {})
 
     def coded(self, p, name):

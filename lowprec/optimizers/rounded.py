@@ -218,6 +218,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         self._params_of_groups = []  # [parameters] of each, as they came
         self.bucket_of = {}  # parameter that has a state -> its bucket
         self.held_of = {}  # parameter -> {moment: state.Held of it}
+        self.given_of = {}  # parameter -> [(name, view, its address)] that its state was given
         self._position = 0  # of the next parameter, by which its noise is numbered
         super().__init__(params, defaults)
 
@@ -354,6 +355,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         for p, moments, views in zip(bucket.params, held, states, strict=True):
             self.held_of[p] = moments
             self.state[p] = {"step": self.state[p]["step"], **views}
+            self.given_of[p] = [(name, view, view.data_ptr()) for name, view in views.items()]
         bucket.names = list(states[0])
         bucket.given = [view for views in states for view in views.values()]
         bucket.places = [view.data_ptr() for view in bucket.given]
