@@ -77,8 +77,10 @@ class Format:
         """Bytes of the tables that all moments of one kind share."""
         return 0
 
-    def line(self, signed, device):
-        """The `broken_line` of the format's table; None where it has none."""
+    def operand(self, codes, scales, signed, key):
+        """Codes and scales as hand-written kernels read and write them, a kernels.Operand; None where none
+        does: the nearest codes are the libraries' own.
+        """
         return
 
     def encode(self, x, codes, scales, signed, key=None, compiled=True):
@@ -164,6 +166,12 @@ class Float8(Format):
             return self.values(turned).t() if turned.is_contiguous() else self.values(codes.contiguous())
         table = _float8_values(self.dtype)
         return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
+
+    def operand(self, codes, scales, signed, key):
+        if key is None:
+            return None
+        told = dict(signed=signed, mantissa=self.mantissa, scales=scales, key=key)
+        return kernels.Operand(codes, self.bits, self.block, **told)
 
     def _encode_rows(self, x, codes, scales, signed, key, compiled):
         fused(float8.float8_encoder(self, signed), x, codes, scales, key, compiled=compiled)
@@ -252,9 +260,17 @@ class TableFormat(Format):
         return self.tables[signed, device]
 
     def line(self, signed, device):
+        """The `broken_line` of the table."""
         if ("line", signed, device) not in self.tables:
             self.tables["line", signed, device] = broken_line(self._published(signed)).to(device)
         return self.tables["line", signed, device]
+
+    def operand(self, codes, scales, signed, key):
+        if key is None:
+            return None
+        table, line = self.table(signed, codes.device), self.line(signed, codes.device)
+        told = dict(signed=signed, scales=scales, table=table, line=line, key=key)
+        return kernels.Operand(codes, self.bits, self.block, **told)
 
     def table_bytes(self, signed, stochastic):
         cpu = torch.device("cpu")

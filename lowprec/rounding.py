@@ -383,12 +383,13 @@ def write_weight(x, p, low=None, noise=None):
 
 
 def ema_kernel(average, weights, low, share, key, stochastic):
-    """Move a flat average, fp32 or bf16 [n], towards weights [n] and their low part, in place.
+    """Move a flat average, fp32 or bf16 [n], towards weights [n] and their low part, in place. low: a list of
+    that, or of none.
 
     share: fp32 [1], of the way that it goes: 1 - decay. key: of the noise, see noise_bits. stochastic:
     whether a bf16 average is rounded so.
     """
     noise = noise_bits(average.numel(), key)[0] if stochastic else None
     old = average.float()
-    new = old + (exact_weight(weights, low) - old) * share[0]
+    new = old + (exact_weight(weights, *low) - old) * share[0]
     average.copy_(rounded(new, average.dtype, noise))

@@ -23,7 +23,7 @@ N = 1300  # two blocks of a kernel, and part of a block of codes
 
 
 def flat(case):
-    """(p, g, [m, v], low) of a case, with what rounding must leave alone among them."""
+    """(p, g, [m, v], [low part] or []) of a case, with what rounding must leave alone among them."""
     weights, moments, low, _ = case
     p, g = draw(N, seed=1).to(DTYPES[weights]), draw(N, seed=2, scale=0.01).to(DTYPES[weights])
     m = draw(N, seed=3, scale=0.01).to(DTYPES[moments])
@@ -32,21 +32,20 @@ def flat(case):
     g[4] = m[4] = v[4] = 0
     g[5], v[5], m[6] = 1e-30, 0, 1e-39  # squares to 0; a denormal
     lows = {
-        "none": None,
-        "remainder": draw(N, seed=5, scale=9000).to(torch.int16),
-        "compensation": draw(N, seed=5, scale=1e-3).bfloat16(),
-        "master": p.float() + draw(N, seed=5, scale=1e-4),
+        "none": [],
+        "remainder": [draw(N, seed=5, scale=9000).to(torch.int16)],
+        "compensation": [draw(N, seed=5, scale=1e-3).bfloat16()],
+        "master": [p.float() + draw(N, seed=5, scale=1e-4)],
     }
     return p, g, [m, v], lows[low]
 
 
 def step(case, kernel):
-    """[tensor] after kernel(p, g, moments, [low part] or [], row, numbers, key, optimizer)."""
+    """[tensor] after kernel(p, g, moments, low, row, numbers, key, optimizer)."""
     p, g, moments, low = flat(case)
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, weight_decay=0.1, update=case[3])
     numbers = optimizer.numbers(optimizer.param_groups[0], 7)
     row = torch.tensor([1 - 1e-4, 0.5, *numbers])
-    low = [t for t in [low] if t is not None]
     kernel(p, g, moments, low, row, numbers, rounding.noise_key(3, 7, 12345), optimizer)
     return [p, *moments, *low]
 

@@ -18,6 +18,7 @@ another last bit.
 import dataclasses
 import functools
 import importlib
+from typing import NamedTuple
 
 import torch
 
@@ -58,6 +59,23 @@ class Step:
     compiled: bool
 
 
+class Operand(NamedTuple):
+    """How a hand-written kernel reads and writes a moment. data: its values, or its codes, of which all that
+    follows tells: bits of a code, codes to a scale, bits of the mantissa where they are floats, else what
+    they stand for and the `formats.broken_line` of that. key: of their noise.
+    """
+
+    data: torch.Tensor
+    bits: int = 0
+    block: int = 0
+    signed: bool = False
+    mantissa: int = 0
+    scales: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    line: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+
+
 def carried_out(step):
     """Let the first kernel that takes a Step carry it out. Returns whether one did."""
     for name in KERNELS:
@@ -81,8 +99,8 @@ def _module(name):
 
 
 def move_average(average, weights, low, way, share, key, stochastic, compiled):
-    """As rounding.ema_kernel: move a flat average towards `weights` [n] and their low part, in place. way: a
-    rounding.Way.
+    """As rounding.ema_kernel: move a flat average towards `weights` [n] and their low part, in place. low: a
+    list of that [n], or of none; way: a rounding.Way.
     """
     how = share, key, stochastic
     triton = _module("triton_step") if average.is_cuda and compiled else None
@@ -120,9 +138,8 @@ def encode(kernel, coder, x, codes, scales, signed, key, compiled):
     """Write fp32 x [blocks, block] into codes and scales of a formats.TableFormat, stochastically. kernel:
     the same in torch.
     """
-    cpu_step = _module("cpu_step")
-    if compiled and codes.is_cpu and cpu_step.writes_codes(coder, signed, key):
-        cpu_step.encode(x, coder, codes, scales, signed, key)
+    operand = coder.operand(codes, scales, signed, key)
+    if compiled and codes.is_cpu and _module("cpu_step").takes_operand(operand):
+        _module("cpu_step").encode(x, operand)
     else:
-        table, line = coder.table(signed, x.device), coder.line(signed, x.device)
-        fused(kernel, x, codes, scales, table, line, key, compiled=compiled)
+        fused(kernel, x, codes, scales, operand.table, operand.line, key, compiled=compiled)

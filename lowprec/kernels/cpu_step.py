@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import increment_version
 
 from ..rounding import ALONE, way_of
-from . import Step, exact_step
+from . import Operand, Step, exact_step
 
 CPP_SOURCE = Path(__file__).with_suffix(".cpp")
 CPP_HEADERS = [CPP_SOURCE.with_name(name) for name in ("cpu_vectors.h", "cpu_codes.h")]
@@ -183,9 +183,16 @@ def takes(s):
     if not s.compiled or s.rule is None or not fits(s.weights, s.gradients, s.way):
         return False
     for held, key in zip(s.moments, s.keys, strict=True):
-        if held.coder is not None and not writes_codes(held.coder, held.signed, key):
+        if not takes_operand(held.operand(key)):
             return False
     return not s.exact or in_one_pass(s.numbers)
+
+
+def takes_operand(operand):
+    """Whether a pass can read and write a kernels.Operand; None: codes that no kernel writes."""
+    if operand is None or library() is None:
+        return False
+    return operand.line is None or chart_of(operand.line) is not None
 
 
 def fits(p, g, way=ALONE):
@@ -203,7 +210,9 @@ def run(s):
     weights, gradients = _addresses(s.weights), _addresses(s.gradients)
     # where each tensor ends in the vector of all of them
     ends = (ctypes.c_int64 * len(s.weights))(*itertools.accumulate(t.numel() for t in s.weights))
-    moments = tuple(map(_moment, s.moments, s.keys))
+    moments = []
+    for held, key in zip(s.moments, s.keys, strict=True):
+        moments.append(_moment(held.operand(key)))
     step = CppStep(
         rule=RULE_NUMBERS[s.rule],
         of_weight=DTYPE_NUMBERS[s.weights[0].dtype],
@@ -219,11 +228,11 @@ def run(s):
         gradients=ctypes.addressof(gradients),
         threads=_threads(ends[-1]),
         floored=s.exact and exact_step.smallest_root_vanishes(s.numbers.beta2, s.numbers.eps),
-        low=next((t.data_ptr() for t in s.low), None),
+        low=next(map(_address, s.low), None),
         numbers=s.row.data_ptr(),
         key=s.key.data_ptr(),
         called=called,
-        moments=moments,
+        moments=tuple(moments),
     )
     library().update(ctypes.byref(step))
     written = [*s.weights, *s.low]
@@ -237,14 +246,14 @@ def ema(average, p, low, share, key, stochastic):
     weights, end = _addresses([p]), ctypes.c_int64(p.numel())
     step = CppStep(
         of_weight=DTYPE_NUMBERS[p.dtype],
-        of_low=way_of(low).code,
+        of_low=way_of(*low).code,
         count=1,
         ends=ctypes.addressof(end),
         weights=ctypes.addressof(weights),
         of_average=DTYPE_NUMBERS[average.dtype],
         average_stochastic=stochastic,
         threads=_threads(p.numel()),
-        low=None if low is None else low.data_ptr(),
+        low=next(map(_address, low), None),
         shadow=average.data_ptr(),
         average_share=share.data_ptr(),
         average_key=key.data_ptr(),
@@ -262,51 +271,31 @@ def write(x, held, key):
 
 
 def _addresses(tensors):
-    return (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
+    return (ctypes.c_void_p * len(tensors))(*map(_address, tensors))
+
+
+def _address(t):
+    return None if t is None else t.data_ptr()
 
 
 # ---- Codes -------------------------------------------------------------------------------------------------
 
 
-def writes_codes(coder, signed, key):
-    """Whether a pass can write the codes of a formats.Format by the noise of `key`: not the nearest ones, and
-    not those of flash8.
-    """
-    return key is not None and key.is_cpu and library() is not None and _is_known(coder, signed)
-
-
-@functools.cache
-def _is_known(coder, signed):
-    if coder.mantissa:
-        return True
-    line = coder.line(signed, torch.device("cpu"))
-    return line is not None and chart_of(line) is not None
-
-
-def encode(x, coder, codes, scales, signed, key):
-    """Write fp32 x [n] into codes and scales, stochastically."""
+def encode(x, operand):
+    """Write fp32 x [n] into the codes and scales of a kernels.Operand, stochastically."""
     n = x.numel()
-    moment = ctypes.byref(_coded(coder, codes, scales, signed, key))
+    moment = ctypes.byref(_moment(operand))
     library().encode_all(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(n), moment, _threads(n))
-    increment_version([codes, scales])
+    increment_version([operand.data, operand.scales])
 
 
-def _moment(held, key):
-    """A state.Held as C++ takes it."""
-    if held.coder is None:
-        return CppMoment(data=held.values.data_ptr())
-    return _coded(held.coder, held.values, held.scales, held.signed, key)
-
-
-def _coded(coder, codes, scales, signed, key):
-    """Codes and their scales as C++ takes them: 8-bit floats by the bits of their mantissa, others by what
-    they stand for and the `chart` of the line on which they lie.
-    """
-    moment = CppMoment(bits=coder.bits, has_sign=signed, mantissa=coder.mantissa)
-    moment.data, moment.scales, moment.key = codes.data_ptr(), scales.data_ptr(), key.data_ptr()
-    if not coder.mantissa:
-        moment.table = coder.table(signed, codes.device).data_ptr()
-        moment.chart = ctypes.addressof(chart_of(coder.line(signed, codes.device)))
+def _moment(operand):
+    """A kernels.Operand as C++ takes it: the `chart` of the line on which codes lie in its place."""
+    moment = CppMoment(bits=operand.bits, has_sign=operand.signed, mantissa=operand.mantissa)
+    moment.data, moment.scales, moment.key = map(_address, (operand.data, operand.scales, operand.key))
+    moment.table = _address(operand.table)
+    if operand.line is not None:
+        moment.chart = ctypes.addressof(chart_of(operand.line))
     return moment
 
 
@@ -354,7 +343,9 @@ def _is_exact():
     g, own, row = exact_step.trial_step()
     theirs = [t.clone() for t in own]
     exact_step.update_moments(g, *theirs, row, exact_step.NUMBERS_OF_TRIAL, torch.empty_like(g))
-    held = [types.SimpleNamespace(coder=None, values=t, tensors=dict) for t in own]
+    held = []
+    for t in own:
+        held.append(types.SimpleNamespace(values=t, tensors=dict, operand=lambda key, t=t: Operand(t)))
     key = torch.zeros(3, dtype=torch.int32)
     tensors = dict(weights=[torch.zeros_like(g)], gradients=[g], moments=held, keys=[None, None], low=[])
     how = dict(rule="adamw", exact=True, way=ALONE, stochastic=False, compiled=True)

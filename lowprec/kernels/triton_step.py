@@ -47,8 +47,10 @@ def run(s):
     (p,), (g,) = s.weights, s.gradients
     operands, read = [], []
     for held, key in zip(s.moments, s.keys, strict=True):
-        if _reads_codes(held, key):
-            operands.append(_operands_of_codes(held, key))
+        operand = held.operand(key)
+        if operand is not None and _reads_codes(operand):
+            codes = operand.data, operand.scales, operand.table, operand.line, operand.key
+            operands.append((*codes, operand.line.shape[0]))  # stretches of the line
         else:
             values = held.read(s.compiled)
             operands.append((values, *[s.row] * 4, 0))  # some pointer in place of what a tensor does not have
@@ -66,28 +68,20 @@ def run(s):
         held.put_back(values, key, s.compiled)
 
 
-def _reads_codes(held, key):
-    """Whether the kernel reads and writes the codes of a state.Held: a table of 256 values, a block of 256,
-    written stochastically.
+def _reads_codes(operand):
+    """Whether the kernel reads and writes the codes of a kernels.Operand: places in a table of 256 values, in
+    blocks of 256.
     """
-    if held.coder is None or key is None or (held.coder.bits, held.coder.block) != (8, CODES_A_SCALE.value):
-        return False
-    return held.coder.line(held.signed, held.values.device) is not None
-
-
-def _operands_of_codes(held, key):
-    """(codes, scales, table, line, key, stretches of the line)."""
-    table = held.coder.table(held.signed, held.values.device)
-    line = held.coder.line(held.signed, held.values.device)
-    return held.values, held.scales, table, line, key, line.shape[0]
+    return operand.line is not None and (operand.bits, operand.block) == (8, CODES_A_SCALE.value)
 
 
 def ema(average, p, low, share, key, stochastic):
     """Move an average [n] towards the weights p [n] and their low part, in place, as rounding.ema_kernel."""
     with torch.cuda.device_of(p):
         grid = (triton.cdiv(p.numel(), ENTRIES_A_PROGRAM),)
-        pointers = (p, p if low is None else low, average, share, key)
-        settings = (way_of(low).code, stochastic, ENTRIES_A_PROGRAM)
+        (pointer,) = low or [p]  # some pointer: it is not read
+        pointers = (p, pointer, average, share, key)
+        settings = (way_of(*low).code, stochastic, ENTRIES_A_PROGRAM)
         _ema[grid](*pointers, p.numel(), *settings, **COMPILE_OPTIONS)
 
 

@@ -174,7 +174,7 @@ class RoundedAnswers(Answers):
 
     def coded(self, p, name):
         held = self.held_of.get(p, {}).get(name)
-        return held is not None and held.coder is not None
+        return held is not None and held.keyed
 
     def decay(self, p, name):
         if name not in self.moments:

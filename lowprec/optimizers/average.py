@@ -14,7 +14,7 @@ import torch
 
 from ..errors import Refused, check_choice
 from ..kernels import move_average
-from ..rounding import DTYPE_OF_NAME, WAYS_TO_ROUND, Noise, key_words, way_of
+from ..rounding import DTYPE_OF_NAME, WAYS_TO_ROUND, Noise, exact_weight, key_words, way_of
 from .buckets import StepTable, rows_of
 
 # ---- The average -------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class EMA:
         self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
         for bucket in self._buckets:
             weights, low = self._inputs(bucket)
-            bucket.flat = way_of(low).held(weights, low).detach().to(self.dtype, copy=True)
+            bucket.flat = exact_weight(weights, *low).detach().to(self.dtype, copy=True)
             self._share(bucket)
 
     def _share(self, bucket):
@@ -97,12 +97,12 @@ class EMA:
         self.full_decay = value
 
     def _inputs(self, bucket):
-        """(weights, their low part or None), flat."""
+        """(weights, [what completes them] or []), flat."""
         weights = bucket.gather(bucket.params)
         lows = [self.low_part(p) for p in bucket.params]  # a finish may have begun them
         if lows[0] is None:
-            return weights, None
-        return weights, bucket.gather(lows)
+            return weights, []
+        return weights, [bucket.gather(lows)]
 
     @torch.no_grad()
     def update(self):
@@ -127,7 +127,7 @@ class EMA:
         for bucket, row in rows.items():
             weights, low = self._inputs(bucket)
             how = table.numbers[row], table.keys[row], stochastic, self.compiled
-            move_average(bucket.flat, weights, low, way_of(low), *how)
+            move_average(bucket.flat, weights, low, way_of(*low), *how)
 
     def state_dict(self):
         return {"step": self.step, "shadow": dict(self.shadow)}
@@ -179,18 +179,15 @@ class OnCPU(EMA):
         for bucket in buckets:
             if bucket not in self._taken:
                 self._taken[bucket] = self._memory_of(bucket)
-            sources = functools.partial(super()._inputs, bucket)
-            copies.append((self._taken[bucket], sources))
+            copies.append((self._taken[bucket], functools.partial(super()._inputs, bucket)))
         self.traffic.copy(copies)
 
     def _memory_of(self, bucket):
-        """Pinned memory for (weights, their low part or None) of a bucket."""
+        """Pinned memory for what `_inputs` gives of a bucket."""
         first = self.params[bucket.indices[0]]
-        low = self.low_part(first)
-        weights = self.traffic.memory(bucket.numel, first.dtype)
-        if low is None:
-            return weights, None
-        return weights, self.traffic.memory(bucket.numel, low.dtype)
+        low = [t for t in [self.low_part(first)] if t is not None]
+        weights, *low = [self.traffic.memory(bucket.numel, t.dtype) for t in (first, *low)]
+        return weights, low
 
     @torch.no_grad()
     def update(self):
@@ -231,14 +228,14 @@ class WeightTraffic:
 
     def copy(self, pairs):
         """Start to copy, after what the GPU was given so far. pairs: [(targets, function that gives the
-        sources)], each a tuple of flat tensors or None.
+        sources)], each of them (weights, [what completes them] or []), flat.
         """
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):  # what is gathered there is freed for that stream alone
-            for targets, sources in pairs:
-                for target, source in zip(targets, sources(), strict=True):
-                    if target is not None:
-                        target.copy_(source, non_blocking=True)
+            for (weights, low), sources in pairs:
+                now, low_now = sources()
+                for target, source in zip([weights, *low], [now, *low_now], strict=True):
+                    target.copy_(source, non_blocking=True)
             self.done.record(self.stream)
 
     def before_writing(self):

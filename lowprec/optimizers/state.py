@@ -23,8 +23,7 @@ class Plain:
 
     values: torch.Tensor
     shape: tuple | None = None
-    coder = None
-    keyed = False  # whether it is written by a key of noise of its own
+    keyed = False  # whether it is written by a key of noise of its own: codes are, and nothing else
     reads_fp32 = property(lambda held: held.values.dtype == torch.float32)
 
     def read(self, compiled=True):
@@ -37,6 +36,10 @@ class Plain:
     def write(self, x, key, compiled=True):
         """Write fp32 x [n] by the noise of `key`, or to nearest where it is None."""
         kernels.write(x, self.values, key, compiled)
+
+    def operand(self, key):
+        """As kernels write it by the noise of `key`: a kernels.Operand; None for codes that none writes."""
+        return kernels.Operand(self.values)
 
     def clear(self):
         """Set it to zero."""
@@ -99,6 +102,9 @@ class Coded:
         self.coder.encode(x, self.values.view(-1), self.scales, self.signed, key, compiled)
 
     put_back = write
+
+    def operand(self, key):
+        return self.coder.operand(self.values, self.scales, self.signed, key)
 
     def clear(self):
         self.scales.zero_()  # codes are zero where their scale is

@@ -64,7 +64,7 @@ def wrapped_state(bucket):
     (held,), (views,) = bucket.of_each()
     found = {name: as_dtensor(t, bucket.part) for name, t in views.items() if t.shape == bucket.part.rows}
     for name, own in held.items():
-        if own.coder is not None:
+        if own.keyed:
             for place, (suffix, t) in enumerate(own.tensors().items()):
                 sizes = functools.partial(_size, own.coder, place)
                 found[name + suffix] = chunk(t, bucket, sizes)
