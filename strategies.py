@@ -16,6 +16,7 @@ A new task is a class (see tasks/task.py) and an entry in TASKS; or no entry, wi
 """
 
 import dataclasses
+import inspect
 
 import torch
 
@@ -25,7 +26,7 @@ from lowprec.advice.subjects import Subject
 from lowprec.errors import Refused
 from lowprec.evidence import KIND_OF_MODEL
 from lowprec.optimizers.adafactor import Adafactor
-from lowprec.optimizers.build import OPTIMIZERS, argument_names, classes_of
+from lowprec.optimizers.build import OPTIMIZERS, classes_of
 from lowprec.optimizers.rounded import AdamW, Rounded
 from lowprec.recipes import Recipe
 from precision import PRECISION_FLAGS, recipe_of_run
@@ -228,7 +229,7 @@ def settle(values, typed=False):
 def _refuse_idle(config, known):
     """Raise Refused for a flag that does nothing beside the others."""
     optimizers = classes_of(config.optimizer)
-    takes_betas = any("betas" in argument_names(one) for one in optimizers)
+    takes_betas = any("betas" in inspect.signature(one).parameters for one in optimizers)
     for flag, taken, takers in (
         ("beta2", not optimizers or takes_betas, "adamw, lion or muon"),
         ("eps", not optimizers or AdamW in optimizers, "adamw or muon, or --least_rms for adafactor"),

@@ -190,6 +190,8 @@ class Precision:
             trained_groups(self.options.groups, _trained(net))
 
         self.ranks: Any = ONE_RANK
+        # called before the weights are next written, in a step or within backward
+        self.before_writing: list[Callable[[], None]] = []
         self.finished = ""  # the kind of its finish, once it has begun
         self.away = None  # the offload.Offload that keeps the moments elsewhere
         self.parts: list[Part] = []
@@ -209,6 +211,8 @@ class Precision:
             self.averages["ema"] = self.ema
         for spec in self.options.averages:
             self.averages[spec] = make(*parse_average(spec))
+        for average in self.averages.values():
+            self.before_writing += average.before_writing
 
         self.backwards = 0  # passes since the last step
         self.reduce_sums: Callable | None = None  # of a distributed trainer: averages fp32 sums over ranks
@@ -380,7 +384,8 @@ class Precision:
         write = functools.partial(self.optimizer.step, grads=grads, grad_scale=self.clip(grads))
         for part in reversed(parts):  # the first one is the outermost: it says whether there is a write
             write = part.around(write)
-        self.before_writing()
+        for wait in self.before_writing:
+            wait()
         write()
         report = {}
         for part in parts:
@@ -394,7 +399,8 @@ class Precision:
 
     def gradients(self) -> ByParameter:
         """{parameter: its gradient, as backward has left it}."""
-        self.optimizer.collect()
+        for collect in self.optimizer.collecting:
+            collect()
         return {p: p.grad for p in self.params if p.grad is not None}
 
     def clip(self, grads: ByParameter) -> float | torch.Tensor | ByParameter:
@@ -408,11 +414,6 @@ class Precision:
             return clip_factor(torch.linalg.vector_norm(of_each), options.clip_grad)
         scales = clip_factor(of_each, options.clip_tensor)
         return dict(zip(norms, scales.unbind(), strict=True))
-
-    def before_writing(self) -> None:
-        """Averages that are read on a stream of their own are waited for, on the device."""
-        for average in self.averages.values():
-            average.before_writing()
 
     def zero_grad(self) -> None:
         """Forget the gradients since the last step, sums of micro-batches in fp32 included: those of a batch

@@ -312,9 +312,9 @@ class Slow:
 
     def wait(self):
         for targets, sources in self.waiting:
-            for target, source in zip(targets, sources(), strict=True):
-                if target is not None:
-                    target.copy_(source)
+            (weights, low), (now, low_now) = targets, sources()
+            for target, source in zip([weights, *low], [now, *low_now], strict=True):
+                target.copy_(source)
         self.waiting = []
 
     before_writing = wait
@@ -327,4 +327,5 @@ def moved_to_the_cpu(run):
         options = dict(low_part=run.low_part, warmup=old.warmup, seed=old.seed, traffic=Slow())
         run.averages[name] = OnCPU(run.named_params, old.full_decay, dtype, old.update_mode, **options)
     run.ema = run.averages["ema"]
+    run.before_writing[:] = [average.traffic.before_writing for average in run.averages.values()]
     return run

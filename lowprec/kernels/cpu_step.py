@@ -183,16 +183,16 @@ def takes(s):
     if not s.compiled or s.rule is None or not fits(s.weights, s.gradients, s.way):
         return False
     for held, key in zip(s.moments, s.keys, strict=True):
-        if not takes_operand(held.operand(key)):
+        if held.keyed and not takes_operand(held.operand(key)):
             return False
     return not s.exact or in_one_pass(s.numbers)
 
 
 def takes_operand(operand):
-    """Whether a pass can read and write a kernels.Operand; None: codes that no kernel writes."""
+    """Whether a pass can read and write codes, a kernels.Operand; None: those that no kernel writes."""
     if operand is None or library() is None:
         return False
-    return operand.line is None or chart_of(operand.line) is not None
+    return operand.mantissa > 0 or chart_of(operand.line) is not None
 
 
 def fits(p, g, way=ALONE):
@@ -210,15 +210,13 @@ def run(s):
     weights, gradients = _addresses(s.weights), _addresses(s.gradients)
     # where each tensor ends in the vector of all of them
     ends = (ctypes.c_int64 * len(s.weights))(*itertools.accumulate(t.numel() for t in s.weights))
-    moments = []
-    for held, key in zip(s.moments, s.keys, strict=True):
-        moments.append(_moment(held.operand(key)))
+    operands = [held.operand(key) for held, key in zip(s.moments, s.keys, strict=True)]
     step = CppStep(
         rule=RULE_NUMBERS[s.rule],
         of_weight=DTYPE_NUMBERS[s.weights[0].dtype],
         of_gradient=DTYPE_NUMBERS[s.gradients[0].dtype],
         of_low=s.way.code,
-        of_moments=tuple(DTYPE_NUMBERS[held.values.dtype] for held in s.moments),
+        of_moments=tuple(DTYPE_NUMBERS[operand.data.dtype] for operand in operands),
         stochastic=s.stochastic and not s.exact,  # what is exact needs no noise
         exact=s.exact,
         root=kind_of_root,
@@ -228,16 +226,16 @@ def run(s):
         gradients=ctypes.addressof(gradients),
         threads=_threads(ends[-1]),
         floored=s.exact and exact_step.smallest_root_vanishes(s.numbers.beta2, s.numbers.eps),
-        low=next(map(_address, s.low), None),
+        low=next((t.data_ptr() for t in s.low), None),
         numbers=s.row.data_ptr(),
         key=s.key.data_ptr(),
         called=called,
-        moments=tuple(moments),
+        moments=tuple(map(_moment, operands)),
     )
     library().update(ctypes.byref(step))
     written = [*s.weights, *s.low]
-    for held in s.moments:
-        written += held.tensors().values()
+    for operand in operands:
+        written += [t for t in (operand.data, operand.scales) if t is not None]
     increment_version(written)  # autograd sees no write by pointer: a backward that needs the old is an error
 
 
@@ -253,7 +251,7 @@ def ema(average, p, low, share, key, stochastic):
         of_average=DTYPE_NUMBERS[average.dtype],
         average_stochastic=stochastic,
         threads=_threads(p.numel()),
-        low=next(map(_address, low), None),
+        low=next((t.data_ptr() for t in low), None),
         shadow=average.data_ptr(),
         average_share=share.data_ptr(),
         average_key=key.data_ptr(),
@@ -271,11 +269,7 @@ def write(x, held, key):
 
 
 def _addresses(tensors):
-    return (ctypes.c_void_p * len(tensors))(*map(_address, tensors))
-
-
-def _address(t):
-    return None if t is None else t.data_ptr()
+    return (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
 
 
 # ---- Codes -------------------------------------------------------------------------------------------------
@@ -290,10 +284,12 @@ def encode(x, operand):
 
 
 def _moment(operand):
-    """A kernels.Operand as C++ takes it: the `chart` of the line on which codes lie in its place."""
+    """A kernels.Operand as C++ takes it: in the place of the line on which codes lie its `chart`."""
     moment = CppMoment(bits=operand.bits, has_sign=operand.signed, mantissa=operand.mantissa)
-    moment.data, moment.scales, moment.key = map(_address, (operand.data, operand.scales, operand.key))
-    moment.table = _address(operand.table)
+    for name in ("data", "scales", "table", "key"):
+        t = getattr(operand, name)
+        if t is not None:
+            setattr(moment, name, t.data_ptr())
     if operand.line is not None:
         moment.chart = ctypes.addressof(chart_of(operand.line))
     return moment
@@ -345,7 +341,7 @@ def _is_exact():
     exact_step.update_moments(g, *theirs, row, exact_step.NUMBERS_OF_TRIAL, torch.empty_like(g))
     held = []
     for t in own:
-        held.append(types.SimpleNamespace(values=t, tensors=dict, operand=lambda key, t=t: Operand(t)))
+        held.append(types.SimpleNamespace(keyed=False, operand=lambda key, t=t: Operand(t)))
     key = torch.zeros(3, dtype=torch.int32)
     tensors = dict(weights=[torch.zeros_like(g)], gradients=[g], moments=held, keys=[None, None], low=[])
     how = dict(rule="adamw", exact=True, way=ALONE, stochastic=False, compiled=True)

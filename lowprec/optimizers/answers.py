@@ -16,7 +16,8 @@
     clear(p, name), still(p)    set a moment to zero; set to zero what moves p without a gradient
     set_exact(p, value)         let p hold a value
     reading()                   a context in which the weights are those to evaluate
-    announce, attach, collect   called around a run
+    announce, attach            called before a step, and once with the model
+    collecting                  what is called before gradients are read
 """
 
 import math
@@ -46,6 +47,7 @@ class Answers:
     by_rows = True  # whether it steps some rows of a tensor as it steps them all, see parts/spread.py
     compiled = False
     coders: dict = {}  # {moment: formats.Format} of those held in codes
+    collecting: tuple = ()  # called at a step before gradients are read, by those that hang on these
 
     def low_part(self, p):
         """What completes weight p to the value held: remainder, bf16 compensation, fp32 master, or
@@ -130,9 +132,6 @@ class Answers:
 
     def attach(self, model):
         """Called once with the model, for optimisers that hang on its gradients."""
-
-    def collect(self):
-        """Called at a step before gradients are read."""
 
     def all_params(self):
         """The parameters of all groups, in their order."""

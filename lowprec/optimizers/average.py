@@ -14,7 +14,7 @@ import torch
 
 from ..errors import Refused, check_choice
 from ..kernels import move_average
-from ..rounding import DTYPE_OF_NAME, WAYS_TO_ROUND, Noise, exact_weight, key_words, way_of
+from ..rounding import DTYPE_OF_NAME, WAYS_TO_ROUND, Noise, key_words, way_of
 from .buckets import StepTable, rows_of
 
 # ---- The average -------------------------------------------------------------------------------------------
@@ -36,6 +36,7 @@ class EMA:
     """
 
     note = ""  # what the ledger says of where it is
+    before_writing: tuple = ()  # called before the weights are next written
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class EMA:
         self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
         for bucket in self._buckets:
             weights, low = self._inputs(bucket)
-            bucket.flat = exact_weight(weights, *low).detach().to(self.dtype, copy=True)
+            bucket.flat = way_of(*low).held(weights, *low).detach().to(self.dtype, copy=True)
             self._share(bucket)
 
     def _share(self, bucket):
@@ -110,9 +111,6 @@ class EMA:
         self.step += 1
         self._move()
 
-    def before_writing(self):
-        """Called before the weights are next written."""
-
     def catch_up(self):
         """Called before the average is read by another way than `shadow`."""
 
@@ -155,8 +153,9 @@ class OnCPU(EMA):
 
     `update` lets a stream of its own copy the weights into pinned memory while the GPU goes on with the next
     forward pass, and the CPU does the arithmetic of that copy at the next update, or once `shadow` is asked
-    for. So the host waits for copies of the step before alone. Weights are written after `before_writing`,
-    which Precision calls; whoever writes them otherwise calls it too. traffic: what copies, a WeightTraffic.
+    for. So the host waits for copies of the step before alone. Weights are written after what stands in
+    `before_writing`, which Precision calls; whoever writes them otherwise calls it too. traffic: what copies,
+    a WeightTraffic.
     """
 
     note = "in the memory of the CPU (--average_on cpu)"
@@ -164,6 +163,7 @@ class OnCPU(EMA):
     def __init__(self, named_params, *args, traffic=None, **options):
         named_params = list(named_params)
         self.traffic = traffic or WeightTraffic(named_params[0][1].device)
+        self.before_writing = (self.traffic.before_writing,)
         self.behind, self._taken = False, {}  # whether a copy is still to be averaged; {bucket: what it is}
         super().__init__(named_params, *args, **options)
 
@@ -195,9 +195,6 @@ class OnCPU(EMA):
         self.step += 1
         self._take(self._buckets)
         self.behind = True
-
-    def before_writing(self):
-        self.traffic.before_writing()
 
     @torch.no_grad()
     def catch_up(self):

@@ -193,9 +193,7 @@ class Rows:
         return t.detach()
 
     buckets = staticmethod(Bucket.group)
-
-    def before_step(self, pieces, grad_of):
-        """Called with all buckets of a step before the first of them is written."""
+    before_step: tuple = ()  # called with all buckets of a step, and grad_of, before the first is written
 
     def wrap(self, state, optimizer):
         """A state_dict of the optimiser as a checkpoint takes it."""

@@ -131,10 +131,7 @@ class Joined(Answers, WithoutCompiler):
 
     @torch.no_grad()
     def step(self, closure=None, *, grads=None, grad_scale=1.0):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for part in self.parts:
             part.step(grads=grads, grad_scale=grad_scale)
         return loss
@@ -173,7 +170,13 @@ class Joined(Answers, WithoutCompiler):
     set_exact = _of_owner("set_exact")
     announce = _of_all("announce")
     attach = _of_all("attach")
-    collect = _of_all("collect")
+
+    @property
+    def collecting(self):
+        found = []
+        for part in self.parts:
+            found += part.collecting
+        return found
 
     def zero_grad(self, set_to_none=True):
         for part in self.parts:
@@ -255,14 +258,17 @@ def build(
         _check_no_options_of_ours({**options, "weight_decay": weight_decay or None})
     parts, r = [], r.keeping(*of_groups)
     for kind in dict.fromkeys(of_groups):
-        own = []
-        for group, its in zip(groups, of_groups, strict=True):
-            if its == kind:
-                own.append(group)
+        own = [group for group, its in zip(groups, of_groups, strict=True) if its == kind]
         # each counts the places of its parameters from 0: another seed, so that no two share noise
         seed_of_part = hash64(seed, len(parts)) if parts else seed
         own_options = {**options, "weight_decay": weight_decay}
-        parts.append(_one_optimizer(kind, own, r, own_options, seed_of_part, away))
+        classes = classes_of(kind)
+        if classes:
+            parts.append(_build_ours(classes[0], own, r, own_options, seed_of_part, away))
+        elif isinstance(kind, str):
+            parts.append(_build_peer(kind, own, r, own_options))
+        else:
+            parts.append(_build_strangers(kind, own, r, seed_of_part))
     refusable = MOMENTUM_OPTIONS
     if all(classes_of(kind) for kind in of_groups):  # a stranger's may be made with an eps of its own
         refusable = ("eps", *MOMENTUM_OPTIONS)
@@ -271,18 +277,13 @@ def build(
             continue
         takers = []
         for key, kind in OPTIMIZERS.items():
-            if option in argument_names(kind):
+            if option in inspect.signature(kind).parameters:
                 takers.append(key)
         theirs = " and ".join(takers)
         raise Refused(f"--{option} belongs to --optimizer {theirs}: drop it, or choose one of these")
     if len(parts) == 1:
         return parts[0]
     return Joined(parts)
-
-
-def argument_names(kind):
-    """The names of what a class takes."""
-    return set(inspect.signature(kind).parameters)
 
 
 def title_of_optimizer(optimizer, name):
@@ -294,16 +295,8 @@ def title_of_optimizer(optimizer, name):
     return type(getattr(optimizer, "inner", optimizer)).__name__
 
 
-def _one_optimizer(name, params, r, options, seed, away):
-    """One optimiser, of parameter groups that belong to it alone."""
-    if classes_of(name):
-        return _build_ours(classes_of(name)[0], params, r, options, seed, away)
-    if isinstance(name, str):
-        return _build_peer(name, params, r, options)
-    return _build_strangers(name, params, r, seed)
-
-
 def _build_ours(kind, params, r, options, seed, away):
+    """One of ours, of parameter groups that belong to it alone."""
     own = {"update": r.update, "kahan": r.kahan == "on", "master": r.master, "seed": seed, "away": away}
     own["kinds"] = {}
     for moment in kind.moments:
@@ -312,7 +305,7 @@ def _build_ours(kind, params, r, options, seed, away):
     for site in kind.sites:
         if site not in kind.moments:
             own[site] = r[site]
-    for option in {"betas", "eps", *MOMENTUM_OPTIONS} - argument_names(kind):
+    for option in {"betas", "eps", *MOMENTUM_OPTIONS}.difference(inspect.signature(kind).parameters):
         options.pop(option, None)  # Lion has no eps, SGD neither
     return kind(params, **{**kind.of_run, **options}, **own)
 

@@ -264,8 +264,9 @@ class Torchastic(Published):
         self.model = model
         self.accumulator = quiet_import("torchastic", "--optimizer torchastic").StochasticAccumulator
         self.accumulator.assign_hooks(model)
+        self.collecting = (self._collect,)
 
-    def collect(self):
+    def _collect(self):
         for p in self.model.parameters():  # it fails on a parameter that got no gradient: give it a zero one
             if p.requires_grad and not hasattr(p, "acc_grad"):
                 p.acc_grad = torch.zeros_like(p)

@@ -86,10 +86,7 @@ class Protected(Peer):
     @torch.no_grad()
     def step(self, closure=None, *, grads=None, grad_scale=1.0):
         """One update; see Rounded.step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         grad_of = operator.attrgetter("grad") if grads is None else grads.get
         given = {p: grad_of(p) for p in self.all_params() if grad_of(p) is not None}
         places = self._places()

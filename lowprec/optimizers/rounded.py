@@ -416,10 +416,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         grads: {parameter: tensor} in place of p.grad. grad_scale: a number or a 0-dim tensor that multiplies
         them, or one for each of them, {parameter: number}.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         now = [group["params"] for group in self.param_groups]
         known = self._params_of_groups
         same = list(map(len, now)) == list(map(len, known))
@@ -432,7 +429,8 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         for index, bucket in self._buckets:
             pieces += [(index, piece) for piece in self._pieces(bucket, grad_of, one_scale_each)]
         work = self.plan(pieces, 1.0 if one_scale_each else grad_scale)
-        self.rows.before_step([item.piece for item in work], grad_of)
+        for exchange in self.rows.before_step:
+            exchange([item.piece for item in work], grad_of)
         for item in self.home.passing(work):
             self.carry_out(item, grad_of, grad_scale)
         return loss
@@ -517,8 +515,8 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             for start, end, position, ahead in piece.rows(piece.writing.at_once):
                 parts.append(Part(len(table.keys), start, end))
                 for kind in (Noise.WEIGHT, *piece.writing.keyed):
-                    table.numbers.append([decay, 1.0, *numbers])
-                    table.keys.append([*key_words(self.seed, step, position, kind, ahead), 0])
+                    words = key_words(self.seed, step, position, kind, ahead)
+                    table.add([decay, 1.0, *numbers], words)
             work.append(Work(piece, numbers, step, table, parts))
         for table in tables.values():
             table.fill(grad_scale)

@@ -39,10 +39,10 @@ class Release:
     updated: the parameters that this step's backward has updated. hold: whether backward leaves gradients for
     `optimizer.step()`, the ordinary step; set it between steps, as a Watch does for those it looks at.
     watched: a telemetry.StepReport that is shown each write, or None; norms and nonfinite: {parameter: 0-dim
-    tensor}, while there is one. before: called once a step, before the first write.
+    tensor}, while there is one. before: functions that are called once a step, before the first write.
     """
 
-    def __init__(self, optimizer, gradient=None, clip=0.0, before=None):
+    def __init__(self, optimizer, gradient=None, clip=0.0, before=()):
         self.optimizer, self.clip, self.before = optimizer, clip, before
         self.gradient = gradient or operator.attrgetter("grad")
         self.hold, self.watched = False, None
@@ -94,8 +94,8 @@ class Release:
         """One table for all of the step's updates, whichever of them come."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             check_alone(processes=torch.distributed.get_world_size())
-        if self.before:
-            self.before()
+        for wait in self.before:
+            wait()
         for part in self.parts:
             for item in part.plan(self._pieces_of(part)):
                 self.items[item.piece.params[0]] = part, item

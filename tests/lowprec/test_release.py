@@ -560,7 +560,7 @@ def test_an_average_on_the_cpu_has_the_same_bits(name, release):
 
 def test_a_write_that_does_not_wait_would_be_seen():
     plain, ours = start("fp32", lr=1e-2), moved_to_the_cpu(start("fp32", lr=1e-2))
-    ours.before_writing = lambda: None
+    ours.before_writing.clear()
     steps(plain), steps(ours)
     assert not same(plain.ema.shadow["stem.weight"], ours.ema.shadow["stem.weight"])
 
