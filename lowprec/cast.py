@@ -326,11 +326,8 @@ class Cast:
             dtype_of.update(held)
         for module in exact:
             dtype_of.update(dict.fromkeys(_own_parameters(module), torch.float32))
-        if any(map(buckets.is_spread, dtype_of)):  # what fully_shard keeps follows Module.to, not p.data
-            model._apply(lambda t: t.to(dtype_of.get(t, t.dtype)) if castable(t) else t)
-        else:
-            for p in filter(castable, dtype_of):
-                p.data = p.data.to(dtype_of[p])
+        # as Module.to does it: what fully_shard keeps beside parameters follows
+        model._apply(lambda t: t.to(dtype_of.get(t, t.dtype)) if castable(t) else t)
         for name, module in model.named_modules():
             held = self.dtypes_of_frozen.get(module)
             dtype = only_dtype(held) if held else r.dtype("buffers")

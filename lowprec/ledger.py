@@ -284,7 +284,7 @@ def gathered_at_once(run, parts: Iterable[nn.Module]) -> int:
     """Bytes that a rank has whole at once, at most: the weights and gradients of a block, the weights of the
     next one, which are fetched ahead, and those in no block. parts: the blocks.
     """
-    itemsize = 2 if run.recipe.compute in ("bf16", "fp16") else 4
+    itemsize = 2 if run.recipe.narrow_products else 4
     sizes = []
     for block in parts:
         sizes.append(sum(p.numel() for p in block.parameters()))

@@ -39,7 +39,6 @@ from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .roles import CONVOLUTIONS
 from .rounding import exact_weight
 from .rules import NET_RULES, SETTING_RULES, refuse
-from .sites import LOW_PRODUCTS
 from .view import CastModule, View, copied
 
 if TYPE_CHECKING:
@@ -147,8 +146,8 @@ class OneRank:
 ONE_RANK = OneRank()
 FREEZE_LATER = "make Precision while all that is ever trained has requires_grad=True, and freeze it then"
 
-# values of the site generation that cast the copy anew
-GENERATION_BY_CAST = ("fp32", "bf16", "autocast", "fp16")
+# {value of the site generation that casts the copy anew: what that computes in}
+GENERATION_BY_CAST = {"fp32": "fp32", "bf16": "bf16", "autocast": "bf16", "fp16": "fp16"}
 
 # ---- A run -------------------------------------------------------------------------------------------------
 
@@ -252,7 +251,7 @@ class Precision:
         self.cast = Cast(net, r, self.options)
         for part in self.parts:
             part.convert(net)
-        if r.compute in ("bf16", "fp16", *LOW_PRODUCTS):
+        if r.narrow_products:
             cpu_products.settle_products(self.device)
         self.view_of_model = View(net, r, self.methods, self.options.keep)
         self.view_of_model.forward = forward
@@ -512,7 +511,7 @@ class Precision:
         if converts:
             self.cast.undo(net)
             weights = "bf16" if r.generation == "bf16" else "fp32"
-            compute = r.generation if r.generation in ("fp32", "fp16") else "bf16"
+            compute = GENERATION_BY_CAST.get(r.generation, "bf16")
             r = r.replace(weights=weights, grads=weights, compute=compute, islands="none")
         if converts or self.ranks.builds_anew:
             Cast(net, r, self.options, frozen=False)

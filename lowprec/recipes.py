@@ -125,7 +125,12 @@ class Recipe:
     @property
     def autocasts(self) -> bool:
         """Whether a step runs in torch's autocast: products of 8 or 16 bits of fp32 weights."""
-        return not self.low_weights and self.compute in ("bf16", "fp16", *LOW_PRODUCTS)
+        return not self.low_weights and self.narrow_products
+
+    @property
+    def narrow_products(self) -> bool:
+        """Whether products read 16 bits a number, or fewer."""
+        return self.compute not in ("fp32", "tf32")
 
     @property
     def quantises(self) -> bool:

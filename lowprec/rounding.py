@@ -355,9 +355,12 @@ WAY_OF_LOW = {
 
 def chosen_way(update, kahan, master):
     """The Way of bf16 weights by options of an optimiser. Raises Refused for two that exclude each other."""
-    ways = {"kahan": KAHAN if kahan else ALONE, f"master={master!r}": WAY_OF_MASTER.get(master, ALONE)}
-    ways[f"update={update!r}"] = ECO if update == "eco" else ALONE
-    asked = {option: way for option, way in ways.items() if way is not ALONE}
+    ways = {
+        "kahan": {True: KAHAN}.get(kahan),
+        f"master={master!r}": WAY_OF_MASTER.get(master),
+        f"update={update!r}": {"eco": ECO}.get(update),
+    }
+    asked = {option: way for option, way in ways.items() if way is not None}
     if len(asked) > 1:
         both = " beside ".join(asked)
         raise Refused(f"{both}: each keeps what is rounded away of a weight; drop one of the two")

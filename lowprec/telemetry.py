@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from .optimizers.buckets import scale_of
+from .optimizers.buckets import local_tensor, scale_of
 from .parts.part import Part
 
 
@@ -37,9 +37,7 @@ WITHOUT_WRAPPER = (torch.Tensor, torch.nn.Parameter)
 
 def values_here(t):
     """A tensor without its graph; of one that is spread over ranks this rank's part, as values."""
-    t = t.detach()
-    if hasattr(t, "to_local"):
-        t = t.to_local()
+    t = local_tensor(t)
     if type(t) not in WITHOUT_WRAPPER and hasattr(t, "dequantize"):  # torchao's codes
         return t.dequantize()
     return t

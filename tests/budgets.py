@@ -58,7 +58,7 @@ def lines():
 # feature -> what the condition of a branch that asks for it has in its text
 FEATURES = {
     "ranks": r"spread|\brank|RankBucket|rank_bucket|fsdp|mesh|to_local|local_tensor|Chunk|\.ranks\b|world",
-    "states elsewhere": r"away|offload|states_on|home\b",
+    "states elsewhere": r"away|offload|states_on|\.home\b",
     "release": r"release|\bhold\b",
     "eco": r"\beco\b|feedback",
     "split8": r"split8|24_bits|torch\.int8",
@@ -70,11 +70,11 @@ FEATURES = {
     "lora": r"lora",
     "nf4": r"nf4",
     "quantised generation": r"gptq|quantise|BLOCKS_OF_GENERATION|quant_state",
-    "frozen parts": r"frozen|averages_inside",
+    "frozen parts": r"frozen(?!set)|averages_inside",
     "an average on the CPU": r"average_on|OnCPU|catch_up|before_writing",
     "optimisers of others": r'PEER|by_recipe|Peer|Joined|parts"',
     "fp16": r"scaler|loss_scale|fp16",
-    "islands": r"island|fp32_modules|fp32_outputs|with_statistics|\bwhole\b",
+    "islands": r"island|fp32_modules|fp32_outputs|with_statistics|\.whole\b",
     "a dry run": r'is_meta|"meta"|\bdry\b',
 }
 USERS_OF_THE_CORE = "trainer.py", "strategies.py", "precision.py", "train.py", "harness/flags.py"

@@ -257,15 +257,11 @@ class RoundedAnswers(Answers):
                 total[name] += coder.table_bytes(self.is_signed(name), self.by_noise)
         return total
 
-    def plain(self, name):
-        """How many values keep the moment in fp32 although it is held in codes: those of small tensors."""
-        coder = self.coders[name]
-        sizes = [self.size(p, name) for p in self.bucket_of]
-        return sum(n for n in sizes if not coder.takes(n))
-
     def notes(self):
         whole = sum(p.numel() for p in self.bucket_of)
         found = dict.fromkeys(self.moments, "")
-        for name in self.coders:
-            found[name] = f"; {self.plain(name):,} of {whole:,} in small tensors stay fp32"
+        for name, coder in self.coders.items():
+            sizes = [self.size(p, name) for p in self.bucket_of]
+            plain = sum(n for n in sizes if not coder.takes(n))
+            found[name] = f"; {plain:,} of {whole:,} in small tensors stay fp32"
         return {name: note + self.home.note() for name, note in found.items()}

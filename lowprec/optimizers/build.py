@@ -17,8 +17,6 @@ from .sgd import SGD
 from .state import own_attributes
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD, "lion": Lion, "adafactor": Adafactor, "muon": Muon}
-
-
 OPTIMIZER_NAMES = (*OPTIMIZERS, *PEER_OPTIMIZERS)
 
 

@@ -5,15 +5,15 @@
 is decoupled (arXiv 1711.05101).
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
 import torch
 
 from .. import kernels
-from ..kernels.compiled import fused
 from .buckets import scale_of
-from .rounded import Rounded, step_kernel
+from .rounded import Rounded, run_step
 
 
 class Rooms:
@@ -114,27 +114,10 @@ class ByTensor(Rounded):
     def _write(self, work, part, p, direction, rate):
         """Add rate * direction [n] to the weights p [n], by `rounded.write_step`."""
         row = work.table.numbers[part.row][:2]  # without the optimiser's own numbers
-        low = list(work.piece.low.values())
         row[kernels.PLACE_OF_SCALE].fill_(rate)  # which multiplies what is given in place of a gradient
-        key = work.table.keys[part.row]
-        s = kernels.Step(
-            rule=kernels.RULES[given],
-            exact=False,
-            weights=[p],
-            gradients=[direction],
-            moments=[],
-            keys=[],
-            way=work.piece.writing.way,
-            low=low,
-            numbers=NoNumbers(),
-            row=row,
-            key=key,
-            stochastic=self.by_noise,
-            compiled=self.compiled,
-        )
-        if not (self.compiled and kernels.carried_out(s)):
-            kernel = step_kernel(given, NoNumbers, s.way)
-            fused(kernel, p, direction, [], low, row, key, self.by_noise, compiled=self.compiled)
+        step = self._step_of(work, part, [p], [direction])
+        written = dict(rule=kernels.RULES[given], moments=[], keys=[], numbers=NoNumbers(), row=row)
+        run_step(given, dataclasses.replace(step, **written))
 
     # -- questions
 

@@ -109,6 +109,22 @@ def step_kernel(direction, kind, way):
     return kernel
 
 
+def run_step(direction, s):
+    """Let the first kernel that takes a kernels.Step carry it out, or `write_step`."""
+    if (s.compiled or s.exact) and kernels.carried_out(s):
+        return
+    (p,), (g,) = s.weights, s.gradients
+    values = [held.read(s.compiled) for held in s.moments]
+    how = direction, type(s.numbers), s.way
+    flat = p, g, values, s.low, s.row, s.key, s.stochastic
+    if s.compiled:
+        fused(step_kernel(*how), *flat)
+    else:
+        write_step(*how, *flat)
+    for held, value, key in zip(s.moments, values, s.keys, strict=True):
+        held.put_back(value, key, s.compiled)
+
+
 # ---- What all share ----------------------------------------------------------------------------------------
 
 
@@ -362,12 +378,12 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
 
     def adopt_state(self, bucket):
         """Take the values of tensors that somebody put into `state`, and begin anew where it was emptied, as
-        torch does. Returns whether there were any. Raises Refused for a tensor that the bucket can't hold.
+        torch does. Raises Refused for a tensor that the bucket can't hold.
         """
         states = [self.state.get(p, {}) for p in bucket.params]
         now = [state.get(name) for state in states for name in bucket.names]
         if all(map(operator.is_, now, bucket.given)) and [t.data_ptr() for t in now] == bucket.places:
-            return False
+            return
         _, own = bucket.of_each()
         taken = []  # {name: values} of each parameter, {} where its state was emptied
         for p, state, views in zip(bucket.params, states, own, strict=True):
@@ -394,7 +410,6 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
                 else:
                     view.zero_()
         self.share_state(bucket)
-        return True
 
     def tensor_by_tensor(self, bucket):
         """A bucket for each parameter of one, with the same noise and its share of the state."""
@@ -456,12 +471,8 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             and all(t.data_ptr() for t in (*params, *present))
         ):
             self.check_tensors(bucket, grads)
-        states = [self.state.get(p, {}) for p in params]
-        now = [state.get(name) for state in states for name in bucket.names]
-        if not all(map(operator.is_, now, bucket.given)) or [t.data_ptr() for t in now] != bucket.places:
-            self.adopt_state(bucket)
-            states = [self.state[p] for p in params]
-        steps = {state.get("step") for state in states}
+        self.adopt_state(bucket)
+        steps = {self.state[p].get("step") for p in params}
         if None in steps:
             raise Refused("the step of a state was deleted: restore it, or clear the whole state")
         dtypes = {g.dtype for g in present}
@@ -515,8 +526,8 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             for start, end, position, ahead in piece.rows(piece.writing.at_once):
                 parts.append(Part(len(table.keys), start, end))
                 for kind in (Noise.WEIGHT, *piece.writing.keyed):
-                    words = key_words(self.seed, step, position, kind, ahead)
-                    table.add([decay, 1.0, *numbers], words)
+                    table.numbers.append([decay, 1.0, *numbers])
+                    table.keys.append([*key_words(self.seed, step, position, kind, ahead), 0])
             work.append(Work(piece, numbers, step, table, parts))
         for table in tables.values():
             table.fill(grad_scale)
@@ -545,18 +556,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
 
     def _update(self, work, part, p, g):
         """Update flat weights p [n] and their state from gradient g [n], in place."""
-        s = self._step_of(work, part, [p], [g])
-        if (s.compiled or s.exact) and kernels.carried_out(s):
-            return
-        values = [held.read(s.compiled) for held in s.moments]
-        how = self.direction, type(s.numbers), s.way
-        flat = p, g, values, s.low, s.row, s.key, s.stochastic
-        if s.compiled:
-            fused(step_kernel(*how), *flat)
-        else:
-            write_step(*how, *flat)
-        for held, value, key in zip(s.moments, values, s.keys, strict=True):
-            held.put_back(value, key, s.compiled)
+        run_step(self.direction, self._step_of(work, part, [p], [g]))
 
     def _step_of(self, work, part, weights, gradients):
         """What a kernel is given, see kernels.Step."""

@@ -248,8 +248,7 @@ def policy_note(r):
 
 def policy_dtype(r):
     """The dtype in which fp32 weights are gathered; None for their own."""
-    autocast = r.compute in ("bf16", "fp16") and not r.low_weights
-    return r.dtype("compute") if autocast else None
+    return r.dtype("compute") if r.autocasts else None
 
 
 def _callable(blocks):
