@@ -5,8 +5,10 @@ there.
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import common
@@ -77,6 +79,19 @@ def quick_words(flags):
 
 def quick(*flags, name="run", steps=4):
     return command(*quick_words(flags), "--name", name, "--steps", steps, *flags)
+
+
+KEPT = tempfile.TemporaryDirectory()
+
+
+def finished():
+    """Leave the folder of a finished run of quick(), which a process trains once for all its tests."""
+    kept = Path(KEPT.name, "run")
+    if kept.exists():
+        shutil.copytree(kept, "runs/run")
+    else:
+        assert quick() == 0
+        shutil.copytree("runs/run", kept)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from cli import (
     checkpoint,
     command,
     content,
+    finished,
     no_training,
     one_line,
     picture,
@@ -55,7 +56,7 @@ def plant_little(path):
 
 
 def test_a_file_that_is_no_checkpoint_is_refused_and_never_run(capsys):
-    assert quick() == 0
+    finished()
     path = Path("runs/run/checkpoint.pt")
     whole = path.read_bytes()
     for plant in (plant_truncated, plant_pickle, plant_zipped_pickle, plant_tensor, plant_little):
@@ -71,7 +72,7 @@ def test_a_file_that_is_no_checkpoint_is_refused_and_never_run(capsys):
 
 
 def test_a_folder_of_other_flags_is_refused(capsys):
-    assert quick() == 0
+    finished()
     before = content("runs")
     for flags, said in (
         (["--lr", 1e-4], "--lr was 0.001 and is 0.0001"),
@@ -87,7 +88,7 @@ def test_a_folder_of_other_flags_is_refused(capsys):
 
 
 def test_a_folder_from_before_a_flag_existed_goes_on(capsys):
-    assert quick() == 0
+    finished()
     path = Path("runs/run/config.json")
     old = json.loads(path.read_text())
     del old["flags"]["loss_weight"]
@@ -99,9 +100,8 @@ def test_a_folder_from_before_a_flag_existed_goes_on(capsys):
 
 
 def test_a_checkpoint_of_another_model_is_refused(capsys):
-    assert (
-        quick() == 0 and quick("--model", "dit", name="dit") == 0 and quick("--pure_bf16", name="pure") == 0
-    )
+    finished()
+    assert quick("--model", "dit", name="dit") == 0 and quick("--pure_bf16", name="pure") == 0
     for other in ("dit", "pure"):
         os.replace(f"runs/{other}/checkpoint.pt", "runs/run/checkpoint.pt")
         before = content("runs")

@@ -1,6 +1,7 @@
 """Who may import whom, read from the imports of every file outside tests/."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,3 +102,19 @@ def test_the_floors_of_the_library():
             if other != name and floor(other) > floor(own):
                 found.setdefault(own, set()).add(other)
     assert found == UPWARD
+
+
+# ---- Tests -------------------------------------------------------------------------------------------------
+
+MOVES = re.compile(r'\.cuda\(\)|device="cuda"|in \("cpu", "cuda"\)')
+
+
+def test_what_moves_to_a_gpu_is_marked():
+    """Without the mark a test sees no GPU on any machine, so that nothing would ever run it."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        tests = ast.parse(text).body if MOVES.search(text) else ()
+        for test in tests:
+            if test.__class__ is ast.FunctionDef and test.name.startswith("test_"):
+                marks = " ".join(map(ast.unparse, test.decorator_list))
+                assert "gpu" in marks or not MOVES.search(ast.get_source_segment(text, test)), test.name

@@ -25,6 +25,7 @@ from cli import (
     command,
     content,
     draw,
+    finished,
     metrics,
     no_training,
     one_line,
@@ -35,6 +36,7 @@ from cli import (
 )
 from PIL import Image
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import strategies
 import train
@@ -141,31 +143,6 @@ def test_torchao_takes_the_learning_rate(monkeypatch):
     assert [row["lr"] for row in metrics()] == pytest.approx([5e-4, 1e-3])
 
 
-def test_curves_survive_a_resume_in_tensorboard(monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with monkeypatch.context() as patch:
-        after_step(patch, 4, lambda run: run.stop.ask(signal.SIGTERM))
-        assert quick(steps=8) == 143
-    assert quick(steps=8) == 0
-    events = EventAccumulator("runs/run")
-    events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == [2, 4, 6, 8]
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx(
-        [row["loss"] for row in metrics()]
-    )
-    assert "samples" in events.Tags()["images"]
-
-
-def test_all_randomness_comes_from_the_seed():
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        torch.manual_seed(hash(name) % 1000)  # what the process drew before changes nothing
-        assert quick("--pure_bf16", "--stochastic", "--seed", seed, name=name) == 0
-    assert_same(checkpoint("a")["precision"], checkpoint("b")["precision"])
-    assert metrics("a") == metrics("b") and summary("a")["scores"] == summary("b")["scores"]
-    assert metrics("a")[0]["loss"] != metrics("c")[0]["loss"]
-
-
 def test_accumulated_micro_batches_equal_one_batch():
     assert quick("--accumulate", 2, "--task", "segment", "--image_size", 16, name="two", steps=1) == 0
     assert quick("--batch_size", 16, "--task", "segment", "--image_size", 16, name="one", steps=1) == 0
@@ -199,17 +176,30 @@ def assert_equals_the_whole(name):
     assert summary(name)["skipped_steps"] == summary("whole")["skipped_steps"]
 
 
+def assert_has_all_curves(name):
+    events = EventAccumulator(f"runs/{name}")
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [3, 6, 8]
+    losses = [row["loss"] for row in metrics(name)]
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses)
+    assert "samples" in events.Tags()["images"]
+
+
 @pytest.mark.parametrize("flags", RESUMED)
 def test_an_interrupted_run_equals_an_uninterrupted_one_bit_for_bit(flags, monkeypatch, capsys):
     flags = [*flags.split(), *OFTEN]
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert quick(*flags, name="whole", steps=8) == 0
     with monkeypatch.context() as patch:  # between two logged steps
         after_step(patch, 5, lambda run: run.stop.ask(signal.SIGTERM))
         capsys.readouterr()
         assert quick(*flags, name="stopped", steps=8) == 143
     assert "stopped at step 5 of 8" in capsys.readouterr().err and checkpoint("stopped")["step"] == 5
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    torch.manual_seed(7)  # what the process drew before changes nothing
     assert quick(*flags, name="stopped", steps=8) == 0
     assert_equals_the_whole("stopped")
+    assert_has_all_curves("stopped")
 
 
 def test_a_run_that_crashed_equals_an_uninterrupted_one_bit_for_bit(monkeypatch):
@@ -228,6 +218,8 @@ def test_a_run_that_crashed_equals_an_uninterrupted_one_bit_for_bit(monkeypatch)
         file.write('{"step": 7, "lo')
     assert quick(*flags, name="crashed", steps=8) == 0
     assert_equals_the_whole("crashed")
+    assert quick(*flags, "--seed", 1, name="other", steps=1) == 0
+    assert metrics("other")[0]["loss"] != metrics("whole")[0]["loss"]
 
 
 def test_finished_runs_print_again_score_again_export_and_extend(monkeypatch, capsys):
@@ -251,7 +243,7 @@ def test_finished_runs_print_again_score_again_export_and_extend(monkeypatch, ca
 
 
 def test_an_extension_that_dies_before_its_scores_is_not_taken_for_finished(monkeypatch):
-    assert quick() == 0
+    finished()
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "score", lambda self: (_ for _ in ()).throw(ZeroDivisionError))
         with pytest.raises(ZeroDivisionError):
@@ -294,12 +286,6 @@ def test_ctrl_c_outside_of_the_loop_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == f"interrupted; {again}\n"
 
 
-def test_signals_are_the_callers_again_after_training():
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert quick(steps=1) == 0
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
 # ---- Drawing again -----------------------------------------------------------------------------------------
 
 
@@ -335,7 +321,7 @@ REFUSED = {
 
 
 def test_sample_refuses_what_was_fixed_by_training(capsys):
-    assert quick() == 0
+    finished()
     before = content("runs")
     for flags, said in REFUSED.items():
         capsys.readouterr()

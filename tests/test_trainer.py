@@ -18,6 +18,7 @@ from cli import (
     checkpoint,
     command,
     content,
+    finished,
     metrics,
     no_training,
     one_line,
@@ -41,14 +42,15 @@ in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
 
 def test_a_profile_traces_the_steps_asked_for_and_changes_no_number(capfd):
-    assert quick(name="plain", steps=9) == 0
+    classify = ["--task", "classify"]
+    assert quick(*classify, name="plain", steps=9) == 0
     for name, steps in (("traced", 2), ("ended", 50)):  # the second ends while it is traced
-        assert quick("--profile", steps, name=name, steps=9) == 0
+        assert quick(*classify, "--profile", steps, name=name, steps=9) == 0
         assert_same(checkpoint(name)["precision"], checkpoint("plain")["precision"])
         said = capfd.readouterr().err
         assert "aten::" in said and f"the trace is in runs/{name}/profile.json" in said
     events = json.loads(Path("runs/traced/profile.json").read_text())["traceEvents"]
-    losses = [event for event in events if event.get("name") == "aten::mse_loss"]
+    losses = [event for event in events if event.get("name") == "aten::cross_entropy_loss"]
     assert len(losses) == 2, "one a step"
     assert not Path("runs/plain/profile.json").exists()
 
@@ -119,7 +121,7 @@ def test_weight_decay_shrinks_matrices_alone_unless_told_otherwise():
 def test_compile_is_no_part_of_a_run(capsys, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda net, **options: compiled.append(net) or net)
-    assert quick() == 0
+    finished()
     assert quick("--compile", steps=6) == 0 and compiled  # switched on at a resume
     assert summary()["step"] == 6
     assert train.FLAGS.name(train.FLAGS.typed({"compile": True})) == "default"
@@ -141,13 +143,13 @@ def test_a_run_whose_data_moved_goes_on(capsys):
 
 
 def test_finetuning_from_a_run_older_than_a_flag():
-    assert quick(name="old", steps=2) == 0
-    state = checkpoint("old")
+    finished()
+    state = checkpoint()
     for flag in ("velocity", "sparse24", "sparse24_decay", "finetune", "lr_schedule", "weight_decay_on"):
         del state["config"][flag]
-    torch.save(state, "runs/old/checkpoint.pt")
-    assert quick("--finetune", "runs/old", name="new", steps=1) == 0
-    assert command("--sample", "runs/old", "--sparse24", "magnitude") == 0
+    torch.save(state, "runs/run/checkpoint.pt")
+    assert quick("--finetune", "runs/run", name="new", steps=1) == 0
+    assert command("--sample", "runs/run", "--sparse24", "magnitude") == 0
 
 
 # ---- What a run prints first -------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ def test_peak_memory_is_that_of_training(monkeypatch):
 
 
 def test_a_shorter_run_does_not_pass_a_longer_one_off_as_its_own(capsys):
-    assert quick() == 0
+    finished()
     before = content("runs/run")
     capsys.readouterr()
     assert quick(steps=2) == 2
@@ -276,10 +278,10 @@ def test_a_shorter_run_does_not_pass_a_longer_one_off_as_its_own(capsys):
 
 
 def test_a_scale_of_new_weights_is_refused_beside_trained_ones(capsys):
-    assert quick(name="old", steps=1) == 0
+    finished()
     capsys.readouterr()
-    assert quick("--finetune", "runs/old", "--init_scale", 2) == 2
-    assert "--init_scale 2 scales new weights" in one_line(capsys) and not Path("runs/run").exists()
+    assert quick("--finetune", "runs/run", "--init_scale", 2, name="new") == 2
+    assert "--init_scale 2 scales new weights" in one_line(capsys) and not Path("runs/new").exists()
 
 
 def test_the_noise_of_an_image_does_not_depend_on_how_many_are_drawn_at_once(monkeypatch):

@@ -270,8 +270,8 @@ def of_transformers(own, draw):
 
 def of_diffusers(own, draw):
     diffusers = pytest.importorskip("diffusers")
-    channels = dict(in_channels=1, out_channels=1, block_out_channels=(8, 8), norm_num_groups=4)
-    blocks = dict(down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2)
+    channels = dict(in_channels=1, out_channels=1, block_out_channels=(8,), norm_num_groups=4)
+    blocks = dict(down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",))
     images = draw(32, 1, 8, 8)
 
     def build():
@@ -307,10 +307,14 @@ def of_wrapped(own, draw):
     return own["trial_of_wrapped"], regression, Denoiser, draw(32, 8), draw(4, 8)
 
 
-@pytest.mark.parametrize("problem", [of_transformers, of_diffusers, of_timm, of_wrapped])
-def test_a_trial_of_a_net_of_another_library(problem):
+# and steps by which each learns something
+PROBLEMS = [(of_transformers, 4), (of_diffusers, 4), (of_timm, 4), (of_wrapped, 12)]
+
+
+@pytest.mark.parametrize("problem, steps", PROBLEMS)
+def test_a_trial_of_a_net_of_another_library(problem, steps):
     ask, *rest = problem(page("Before you choose"), common.draw)
-    found = ask(*rest, recipes=["pure_bf16+stochastic"], steps=12, within=500.0, lr=1e-2, quiet=True)
+    found = ask(*rest, recipes=["pure_bf16+stochastic"], steps=steps, within=500.0, lr=1e-2, quiet=True)
     assert [row.recipe for row in found.rows] == ["a last bit moved", "bf16", "pure_bf16+stochastic"]
     assert all(row.low <= row.change <= row.high for row in found.rows)
     assert not found.book.left_out
