@@ -22,7 +22,6 @@ from lowprec.precision import Precision, Recipe, recipe
 from trainer import Trainer
 
 BF16 = torch.bfloat16
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 needs_hopper = pytest.mark.skipif(not hopper, reason="needs compute capability 8.9")
 eager = common.eager
@@ -270,7 +269,6 @@ def test_bad_flags_get_one_line(flags, words, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@needs_cuda
 @needs_hopper
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
 @pytest.mark.parametrize("form", ["hybrid", "e4m3", "e5m2"])
@@ -301,7 +299,6 @@ BACKENDS = [
 
 
 @pytest.mark.gpu
-@needs_cuda
 @needs_hopper
 @pytest.mark.parametrize("backend, name", BACKENDS)
 @pytest.mark.parametrize("flags", [{}, dict(pure_bf16=True, stochastic=True)], ids=str)
@@ -320,7 +317,6 @@ def test_every_backend_trains_a_dit_on_cuda(backend, name, flags):
 
 
 @pytest.mark.gpu
-@needs_cuda
 @needs_hopper
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
 def test_a_compiled_dit_is_one_graph_on_cuda(name):
@@ -338,7 +334,6 @@ def test_a_compiled_dit_is_one_graph_on_cuda(name):
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("rows", [3, 64])
 def test_a_finished_net_is_drawn_alike_on_cuda_and_cpu(kind, rows):
