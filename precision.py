@@ -205,13 +205,19 @@ def recipe_of_run(config, table, sites):
     return recipe(sites=config.set, more=sites, optimizer=config.optimizer, **table.pick(config, "recipe"))
 
 
+# {flag: (what it is without effect, the site that it belongs to, the value of that, flags that ask for it)}
+FLAGS_OF_METHODS = {
+    "fp4_finish": (0.0, "compute", "fp4", "--fp4 nvfp4"),
+    "sparse24_decay": (None, "sparse24", "srste", "--sparse24 srste"),
+}
+
+
 def check_options(wanted, config):
     """Raise Refused for an option of a method that recipe `wanted` does not train with."""
-    if config.fp4_finish and wanted.compute != "fp4":
-        raise Refused(f"--fp4_finish {config.fp4_finish:g} belongs to --fp4 nvfp4: add that, or drop it")
-    if config.sparse24_decay is not None and wanted.sparse24 != "srste":
-        decay = f"--sparse24_decay {config.sparse24_decay:g}"
-        raise Refused(f"{decay} belongs to --sparse24 srste: add that, or drop it")
+    for flag, (idle, site, value, owner) in FLAGS_OF_METHODS.items():
+        given = getattr(config, flag)
+        if given != idle and wanted[site] != value:
+            raise Refused(f"--{flag} {given:g} belongs to {owner}: add that, or drop it")
     if config.lora and not getattr(config, "finetune", None):
         raise Refused(f"--lora {config.lora} trains adapters beside trained weights: add --finetune RUN")
 

@@ -172,9 +172,7 @@ class Trainer:
         run.view_of_model.example = self.task.example()
         if c.checkpoint_activations:
             recompute(run.model)
-        if self.ranks.world > 1 and any(p._post_accumulate_grad_hooks for p in run.params):
-            hooked = f"--optimizer {c.optimizer} takes gradients away by hooks before several processes can"
-            raise Refused(f"{hooked} sum them: use --optimizer adamw --stochastic")
+        self.ranks.check(run)
         return run
 
     def _spread(self, net):

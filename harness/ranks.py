@@ -194,6 +194,12 @@ class Ranks:
 
     # -- gradients
 
+    def check(self, run):
+        """Raise Refused for a Precision whose gradients the processes can't sum."""
+        if self.world > 1 and any(p._post_accumulate_grad_hooks for p in run.params):
+            hooked = f"--optimizer {run.optimizer_name} takes gradients away by hooks"
+            raise Refused(f"{hooked} before processes can sum them: use --optimizer adamw --stochastic")
+
     def wrap(self, run, net, seed=0, step=lambda: 0):
         """`net`, the model of a Precision `run`, compiled or not, with gradients averaged over all ranks.
 

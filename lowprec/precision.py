@@ -122,7 +122,6 @@ def wanted_parts(run: Any) -> list[type[Part]]:
 class OneRank:
     """What a net that is not spread asks of its ranks: as parts.ranks.NetRanks, and nothing to do."""
 
-    builds_anew = False  # copies of the net
     sum = staticmethod(lambda number: number)
 
     @staticmethod
@@ -513,7 +512,6 @@ class Precision:
             weights = "bf16" if r.generation == "bf16" else "fp32"
             compute = GENERATION_BY_CAST.get(r.generation, "bf16")
             r = r.replace(weights=weights, grads=weights, compute=compute, islands="none")
-        if converts or self.ranks.builds_anew:
             Cast(net, r, self.options, frozen=False)
         for name, p in net.named_parameters():
             if name in values:

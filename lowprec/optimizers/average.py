@@ -118,8 +118,9 @@ class EMA:
         table, rows = StepTable(self._buckets[0].flat.device), {}
         for bucket in self._buckets:
             for _, _, position, ahead in bucket.rows():
-                words = key_words(self.seed, self.step, position, Noise.AVERAGE, ahead)
-                rows[bucket] = table.add([1 - self.decay], words)
+                rows[bucket] = len(table.keys)
+                table.numbers.append([1 - self.decay])
+                table.keys.append([*key_words(self.seed, self.step, position, Noise.AVERAGE, ahead), 0])
         table.fill()
         stochastic = self.update_mode == "stochastic"
         for bucket, row in rows.items():

@@ -150,23 +150,19 @@ class Writing(NamedTuple):
 @dataclasses.dataclass
 class StepTable:
     """The numbers and noise keys of all kernel calls of a step, as one tensor each: on CUDA two copies a
-    step, not two a bucket, and none that waits.
+    step, not two a bucket, and none that waits. A key is three words and a fourth, by which rows stay aligned
+    to 16 bytes.
     """
 
     device: torch.device
     numbers: list = dataclasses.field(default_factory=list)
     keys: list = dataclasses.field(default_factory=list)
 
-    def add(self, numbers, words):
-        """The row that will hold `numbers` and the words of a noise key."""
-        self.numbers.append(numbers)
-        self.keys.append([*words, 0])  # four words: rows stay aligned to 16 bytes
-        return len(self.numbers) - 1
-
     def fill(self, scale=1.0):
         """Bring all rows to the device. scale: of gradients, a number or a tensor."""
         if not self.keys:  # a rank that holds no row of any tensor
-            self.add([1.0, 1.0], (0, 0, 0))
+            self.numbers.append([1.0, 1.0])
+            self.keys.append([0, 0, 0, 0])
         numbers = torch.tensor(self.numbers, dtype=torch.float32, device="cpu")
         keys = torch.tensor(self.keys, dtype=torch.int32, device="cpu")
         if self.device.type == "cuda":

@@ -14,6 +14,7 @@ import dataclasses
 import torch
 from torch.utils._pytree import tree_map
 
+from ..cast import Cast
 from ..errors import Refused, first_line
 from ..optimizers.buckets import is_spread, local_tensor, whole_alone
 from ..rules import Rule
@@ -71,7 +72,6 @@ class NetRanks(Part):
     """
 
     rules = SPREAD_RULES
-    builds_anew = True  # copies of the net, see `copy`
 
     def __init__(self, named):
         self.parts = {p: part_of(p) for _, p in named}
@@ -153,7 +153,9 @@ class NetRanks(Part):
         with torch.random.fork_rng(devices=[]):
             net = build()
         net.load_state_dict(values)
-        return net.to(self.device)
+        net.to(self.device).requires_grad_(False)
+        Cast(net, run.recipe, run.options, frozen=False)
+        return net
 
     # -- states
 
