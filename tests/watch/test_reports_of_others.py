@@ -121,7 +121,7 @@ def test_a_buffer_that_counts_in_16_bits(dtype, by, wrong):
     assert bool(named(watch, "buffers", "adds to")) is wrong, str(watch)
 
 
-@pytest.mark.parametrize("overwritten", [33, None])
+@pytest.mark.parametrize("overwritten", [13, None])
 def test_an_average_that_the_weights_are_written_over_once(overwritten):
     net = mlp()
     average = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -143,9 +143,9 @@ def rounded(net):
 def test_fp32_masters_rebuilt_from_bf16():
     net = mlp()
     optimizer = adam(net)
-    between = trained(net, optimizer, after=lambda step: step == 33 and rounded(net))
+    between = trained(net, optimizer, after=lambda step: step == 13 and rounded(net))
     between.remove()
-    assert named(between, "update", "became bf16 numbers before step 35"), str(between)
+    assert named(between, "update", "became bf16 numbers before step 15"), str(between)
     rounded(net)
     resumed = trained(net, optimizer)
     assert len(named(resumed, "update", "bf16 numbers when the watch began")) >= 4, str(resumed)
