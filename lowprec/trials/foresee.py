@@ -30,6 +30,7 @@ from ..errors import Refused, check_number
 from ..formats import FORMATS
 from ..watch.adapters import answering, hooked, unwrapped
 from ..watch.checkpoints import Checkpoint, read_checkpoint, weight_names_of
+from ..watch.write_errors import ulp
 
 RATES = (1.0, 0.1, 0.01)  # of the present one, at which the share that is not written is told
 TENSORS_SHOWN = 5
@@ -189,9 +190,8 @@ def total(x: torch.Tensor) -> float:
 
 
 def gaps(weight: torch.Tensor) -> torch.Tensor:
-    """How far apart the neighbours in bf16 of each weight lie, fp32 alike."""
-    _, exponent = torch.frexp(weight)  # of a mantissa in [0.5, 1)
-    return torch.ldexp(torch.ones_like(weight), exponent.clamp(min=-117) - 8)
+    """How far apart the neighbours in bf16 of each weight lie, fp32 alike; never 0."""
+    return ulp(weight, 2.0**-7).clamp(min=2.0**-125)
 
 
 def coded(moment: torch.Tensor, name: str, signed: bool) -> torch.Tensor:

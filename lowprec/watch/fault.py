@@ -24,15 +24,18 @@ class Figure:
 
     value: held against the limit of the fault. tensor: its name, "" for all of them, None for what is
     examined. site: in place of the fault's. whole: held against the limit of a severe finding in place of the
-    value. costs: the site that costs as much, by which it is sorted, in place of its own. words: what fills
-    the text, beside {figure}; None for what was not measured.
+    value. costs: the site that costs as much, by which it is sorted, in place of its own. severity: in place
+    of the fault's. words: what fills the text, beside {figure}; None for what was not measured.
     """
 
-    def __init__(self, value=1.0, /, tensor=None, site=None, whole=None, costs=None, **words):
+    def __init__(
+        self, value=1.0, /, tensor=None, site=None, whole=None, costs=None, severity=None, **words
+    ):
         self.value = float(value)
         self.tensor = tensor
         self.site = site
         self.costs = costs
+        self.severity = severity
         self.whole = self.value if whole is None else whole
         self.words = {"figure": self.value}
         self.words.update({name: word for name, word in words.items() if word is not None})
@@ -79,7 +82,7 @@ class Fault:
         share = SITES_BY_COST.index(costs if costs in SITES_BY_COST else "")
         return Finding(
             site=site,
-            severity="severe" if figure.whole > self.severe_above else self.severity,
+            severity="severe" if figure.whole > self.severe_above else figure.severity or self.severity,
             text=filled_text(self.text, figure.words),
             remedy=self.remedy.format(**figure.words),
             tensor=tensor if figure.tensor is None else figure.tensor,

@@ -196,29 +196,17 @@ def rates(one, said, figure):
     return Figure(figure, rate=one.average.share * said, decay=1 - said, said=said)
 
 
-of_youth = functools.partial(
-    of_ema,
-    "young: {figure:.0%} of the start remains after {steps} steps of decay {decay:g}",
-    "a decay of {less:.4g} or less, or more steps",
-    above=0.1,
-)
-
-
-@of_youth()
-def average_young_in_a_long_run(one):
-    """Share of the start that remains in it after 3000 steps."""
-    return average_young(one) if one.watch.steps >= 3000 else None
-
-
-@of_youth(severity="note")
+@of_ema("young: {figure:.0%} of the start remains after {steps} steps of decay {decay:g}",
+        "a decay of {less:.4g} or less, or more steps", above=0.1)
 def average_young(one):
-    """Share of the start that remains in it."""
+    """Share of the start that remains in it; a note until there were 3000 steps."""
     steps = one.watch.steps
     decay = one.ema.decay if one.average.entries and one.i == 0 else None
     if decay is None or not 0 < decay < 1:
         return None
     less = 0.05 ** (1 / steps)  # of which a twentieth of the start would remain
-    return Figure(decay**steps, "", steps=steps, decay=decay, less=less)
+    severity = "note" if steps < 3000 else None
+    return Figure(decay**steps, "", severity=severity, steps=steps, decay=decay, less=less)
 
 
 # ---- All of it ---------------------------------------------------------------------------------------------

@@ -75,7 +75,6 @@ of_entries = functools.partial(of_gradient, family="partly", above=0.02)
 of_change = functools.partial(gradients_of_run, family="changed", above=0.0)
 
 FIND_WHAT_WRITES_GRAD = "find what writes p.grad after backward"
-PARTLY_ZEROED = "{figure:.0%} of the entries of its gradient are set to 0 between backward and the step"
 
 
 @of_entries("{figure:.0%} of the entries of its gradient change their sign between backward and the step",
@@ -85,19 +84,16 @@ def gradient_partly_negated(one):
     return one.change.parts_negated / max(1.0, one.change.looks)
 
 
-@of_entries(PARTLY_ZEROED, FIND_WHAT_WRITES_GRAD)
+@of_entries("{figure:.0%} of the entries of its gradient are set to 0 between backward and the step",
+            f"{FIND_WHAT_WRITES_GRAD}; nothing, if it is a mask by plan")
 def gradient_partly_zeroed(one):
-    """Share of the entries of a gradient that were set to 0 between backward and the step."""
+    """Share of the entries of a gradient that were set to 0 between backward and the step; a note of a table
+    of which some rows train, and where the weights are 0 too.
+    """
     share = one.change.parts_zeroed / max(1.0, one.change.looks)
     zero = float((one.watch.pick(one.p) == 0).float().mean())
     is_masked = one.p in tables_of(one.watch.model, one.watch.named) or zero > 0.9 * share
-    return None if is_masked else share
-
-
-@of_entries(PARTLY_ZEROED, "nothing, if it is a mask by plan", severity="note")
-def gradient_masked(one):
-    """Share of the entries set to 0, of a table of which some rows train or where the weights are 0 too."""
-    return one.change.parts_zeroed / max(1.0, one.change.looks)
+    return Figure(share, severity="note" if is_masked else None)
 
 
 @of_change("{whose} not finite after backward, and finite when the step begins, at {figure:.0%} of the looks",

@@ -77,31 +77,19 @@ def copies_apart(seen):
     return Figure(seen.watch.departed, next(iter(seen.watch.copies))) if seen.watch.copies else None
 
 
-of_no_group = functools.partial(
-    of_optimizer,
-    remedy="add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]",
-    family="in no group",
-    rank=4.0,
-)
-
-
-@of_no_group("it has gradients, and is in no group of the optimiser", severity="severe")
-def parameters_graded_and_ungrouped(seen):
-    """Has gradients, and is in no group."""
-    params = dict(seen.watch.model.named_parameters())
-    for figure in parameters_ungrouped(seen):
-        g = params[figure.tensor].grad
-        if (g is not None and bool(g.any())) or seen.watch.orphans.get(figure.tensor):
-            yield figure
-
-
-@of_no_group("it is trained by requires_grad, and is in no group of the optimiser", severity="note")
+@of_optimizer("it {trains}, and is in no group of the optimiser",
+              "add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]",
+              severity="severe", rank=4.0)
 def parameters_ungrouped(seen):
-    """Requires_grad, and in no group."""
+    """Has gradients, and is in no group; a note of one that merely has requires_grad."""
     watch = seen.watch
     for name, p in () if watch.copies else watch.model.named_parameters():
-        if p.requires_grad and p not in watch.groups and p not in watch.elsewhere:
-            yield Figure(tensor=name)
+        if not p.requires_grad or p in watch.groups or p in watch.elsewhere:
+            continue
+        if (p.grad is not None and bool(p.grad.any())) or watch.orphans.get(name):
+            yield Figure(tensor=name, trains="has gradients")
+        else:
+            yield Figure(tensor=name, trains="is trained by requires_grad", severity="note")
 
 
 @of_frozen("requires_grad is False, while others of its kind train",

@@ -17,22 +17,19 @@ updates_of_run = functools.partial(of_run, "update")
 
 # ---- The learning rate -------------------------------------------------------------------------------------
 
-CHECK_ITS_GROUP = "nothing, if it is frozen by plan; else check its group"
-CHECK_THE_SCHEDULE = "check the schedule, and what steps it"
 
-
-@of_update("its learning rate was 0 at each look", CHECK_ITS_GROUP, "rate", severity="note", rank=1.0)
-def rate_always_zero(one):
-    """Its learning rate was 0 at all looks, and others were not."""
-    return one.rate_never_lived and one.seen.some_rates_live
-
-
-@of_update("its learning rate has been 0 since step {since}", CHECK_ITS_GROUP, "rate", severity="note",
-           rank=1.0)
+@of_update("its learning rate {how}", "nothing, if it is frozen by plan; else check its group",
+           severity="note", rank=1.0)
 def rate_at_zero(one):
-    """Its learning rate became 0, and others did not."""
+    """Its learning rate was 0 at all looks or became 0, and others did not."""
     stays = one.rate_stays_zero and one.seen.some_rates_live
-    return Figure(since=one.facts.zero_since) if stays else None
+    return Figure(how=how_long_at_zero([one])) if stays else None
+
+
+def how_long_at_zero(tensors):
+    """How long learning rates that stay at 0 have been 0, in words."""
+    later = [one.facts.zero_since for one in tensors if not one.rate_never_lived]
+    return f"has been 0 since step {min(later)}" if later else "was 0 at each look"
 
 
 @updates_of_run("the learning rate was below 0 at {figure:g} of its looks: the weights go up the loss",
@@ -47,19 +44,12 @@ def rate_below_zero(seen):
     return Figure(below[0].facts.below_zero, "" if of_all else below[0].name)
 
 
-@updates_of_run("the learning rate was 0 at each look", CHECK_THE_SCHEDULE, "rates", rank=0.0)
-def all_rates_always_zero(seen):
-    """All learning rates were 0 at all looks."""
-    return bool(seen.looked_at) and all(one.rate_never_lived for one in seen.looked_at)
-
-
-@updates_of_run("the learning rate has been 0 since step {since}", CHECK_THE_SCHEDULE, "rates", rank=0.0)
+@updates_of_run("the learning rate {how}", "check the schedule, and what steps it", rank=0.0)
 def all_rates_at_zero(seen):
-    """All learning rates became 0."""
-    if not seen.looked_at or not all(one.rate_stays_zero for one in seen.looked_at):
+    """All learning rates were 0 at all looks, or became 0."""
+    if not seen.looked_at or seen.some_rates_live:
         return None
-    later = [one for one in seen.looked_at if not one.rate_never_lived]
-    return Figure(since=min(one.facts.zero_since for one in later or seen.looked_at))
+    return Figure(how=how_long_at_zero(seen.looked_at))
 
 
 # ---- What a step writes ------------------------------------------------------------------------------------
