@@ -318,6 +318,21 @@ def test_the_mean_of_writes_and_its_standard_error_are_those_of_the_draws(fracti
     assert all(mean < -0.01 for mean in cut), "down, whatever the sign"
 
 
+def test_steps_of_another_size_and_decay_by_way_of_the_gradient_are_no_findings():
+    class Doubled(Right):
+        def update(self, p, g, state, group, start):
+            super().update(p, g, state, {**group, "lr": 2 * group["lr"]}, start)
+
+    class Coupled(Right):
+        def update(self, p, g, state, group, start):
+            g = g + group["weight_decay"] * p.float()
+            super().update(p, g, state, {**group, "weight_decay": 0.0}, start)
+
+    doubled = planted(Doubled)
+    assert doubled.unit(64) == pytest.approx(2, rel=1e-2) and not found(doubled, *WRITES)
+    assert answer_of(CHECKS["decay alone"], planted(Coupled)).shown == "not decoupled"
+
+
 def test_what_holds_of_each_entry_alone_is_not_claimed_where_entries_are_coupled():
     class ByNorm(Right):
         """Steps of the length of the whole gradient, and vectors are refused when it is made."""

@@ -372,6 +372,11 @@ def test_check_on_another_machine_compares_the_gap_of_a_pair(folder, quick, caps
     assert "fp32, seed 0: NOT COMPARED" in capsys.readouterr().out
 
 
+def test_two_cpus_of_one_name_are_two_kinds_where_one_multiplies_bf16():
+    for bf16, kind in (([], "c, no bf16"), (["x", "y"], "c, x")):
+        assert run.machine_of({"env": {"cpu": "c @ 2 GHz", "bf16": bf16}}) == kind
+
+
 # ---- What experiments share --------------------------------------------------------------------------------
 
 
