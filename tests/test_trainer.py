@@ -30,7 +30,7 @@ from cli import (
 import strategies
 import train
 import trainer
-from harness import printing, progress, ranks, reduction, run_folder
+from harness import printing, progress, run_folder
 from harness.advice import smaller_run
 from lowprec import precision
 from lowprec.parts.part import Part
@@ -372,21 +372,6 @@ def test_ranks_drop_out_differently_and_round_alike(monkeypatch):
         run.train_step(measure=False)
     (dropout0, rounding0), (dropout1, rounding1) = drawn[0], drawn[1]
     assert not torch.equal(dropout0, dropout1) and torch.equal(rounding0, rounding1)
-
-
-def test_sums_of_gradients_travel_as_one(monkeypatch):
-    run = trainer.Trainer(strategies.settle({**train.DEFAULTS, "batch_size": 8}))
-    run.ranks.world, sent = 2, []
-    wrapped = SimpleNamespace(register_comm_hook=lambda *hook: None)
-    monkeypatch.setattr(ranks, "DistributedDataParallel", lambda net: wrapped)
-    monkeypatch.setattr(reduction.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(reduction.dist, "all_reduce", lambda t: sent.append(t.clone()) or t.mul_(3))
-    run.ranks.wrap(run.precision, run.precision.model)
-    sums = {"one": torch.full((2, 3), 4.0), "other": torch.full((5,), 6.0)}
-    run.precision.reduce_sums(sums)
-    assert [len(t) for t in sent] == [11]
-    assert torch.equal(sums["one"], torch.full((2, 3), 6.0))
-    assert torch.equal(sums["other"], torch.full((5,), 9.0))
 
 
 def advised(fp8=None, kind="cpu", **config):
