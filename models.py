@@ -122,7 +122,7 @@ class SegmentationUNet(UNet):
         return nn.Sequential(OrderedDict(up=up[0], final=up[1])) if is_top else up
 
 
-def segmentation_unet(channels, num_classes, image_size, size=None):
+def segmentation_unet(channels, num_classes, image_size, size=None, dims=2):
     size = size or "tiny"
     widths, res_units = of_size("unet (segment)", size, SEGMENTATION_UNETS)
     if num_classes < 2:
@@ -136,7 +136,7 @@ def segmentation_unet(channels, num_classes, image_size, size=None):
     # Instance norm, MONAI's default: MONAI also normalises a map of num_classes channels, which no fixed
     # number of groups divides. Affine, so that a channel can regain the scale that the norm takes away.
     return SegmentationUNet(
-        spatial_dims=2,
+        spatial_dims=dims,
         in_channels=channels,
         out_channels=num_classes,
         channels=widths,

@@ -43,6 +43,7 @@ class Wish(NamedTuple):
     pages: str = "first"
     labels: str = "folders"
     skip_broken: bool = False
+    dims: int = 2  # 3: volumes as volumes, not as slices
 
     @property
     def masks(self):
@@ -50,10 +51,10 @@ class Wish(NamedTuple):
         return self.targets == "masks"
 
 
-def load_by_flags(config, spec: str, targets: str) -> Data:
-    """The data set of a run's flags."""
+def load_by_flags(config, spec: str, targets: str, dims: int = 2) -> Data:
+    """The data set of a run's flags. dims: 3 for volumes as volumes."""
     c = config
-    reading = dict(white=c.white, pages=c.pages, labels=c.labels, skip_broken=c.skip_broken)
+    reading = dict(white=c.white, pages=c.pages, labels=c.labels, skip_broken=c.skip_broken, dims=dims)
     return load(spec, targets, c.image_size, c.seed, **reading)
 
 
@@ -69,7 +70,8 @@ def load(
 
     image_size None keeps the set's own size, 64 for folders and volumes. `seed` draws synthetic and touches
     no other set. reading, for folders: white, the value of white in files of 16 bits; pages, which images of
-    a file of several, "first" or "all"; labels, "folders" or "none"; skip_broken. Raises Refused.
+    a file of several, "first" or "all"; labels, "folders" or "none"; skip_broken; dims, 3 for the volumes of
+    a set with masks, in cubes of image_size (32). Raises Refused.
     """
     if targets not in ("labels", "masks", "inputs"):
         raise ValueError(f"targets are labels, masks or inputs, not {targets!r}")
@@ -90,6 +92,8 @@ def load(
         raise Refused(f"{word} takes no path: write --data {form}")
     if targets == "masks" and not has_masks:
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
+    if reading.get("dims") == 3 and word not in ("nifti", "synthetic"):
+        raise Refused(f"--dims 3 takes volumes, and {word} has images: use --data nifti:PATH")
     if targets == "inputs" and word != "folder":
         raise Refused(f"{word} has no pairs: use --data folder:PATH with PATH/inputs and PATH/targets")
     # an unknown ~name stays as it is, and is no folder
@@ -115,6 +119,7 @@ def refuse_ways_to_read_files(wish, taken=()):
 # ---- Built in ----------------------------------------------------------------------------------------------
 
 
+CUBE = 32  # voxels a side, where --image_size does not say it
 DIGITS_FILE = Path(__file__).with_name("digits.safetensors")
 DIGITS_TRAINED = 1297  # of the file's digits; the others are held out
 
@@ -135,18 +140,22 @@ def _digits(wish):
 
 def _synthetic(wish, count=320, heldout=64, classes=3):
     with monai_alone():
-        from monai.data.synthetic import create_test_image_2d
+        from monai.data.synthetic import create_test_image_2d, create_test_image_3d
 
     size = wish.size or 64
+    create, sides = create_test_image_2d, (size, size)
+    if wish.dims == 3:
+        size = wish.size or CUBE
+        count, heldout = 12, 3
+        create, sides = create_test_image_3d, (2 * size,) * 3
     random = np.random.RandomState(wish.seed % 2**32)
     images, masks = [], []
     for _ in range(count):
-        image, mask = create_test_image_2d(
-            size,
-            size,
+        image, mask = create(
+            *sides,
             num_objs=10,
-            rad_min=max(1, size // 16),
-            rad_max=max(2, size // 5),
+            rad_min=max(1, sides[0] // 16),
+            rad_max=max(2, sides[0] // 5),
             # up to half the brightest class, which outshines the darkest in places: no threshold solves it
             noise_max=0.5,
             num_seg_classes=classes,
@@ -155,6 +164,13 @@ def _synthetic(wish, count=320, heldout=64, classes=3):
         images.append(image)
         masks.append(mask)
     images = torch.from_numpy(np.stack(images)).float()[:, None] * 2 - 1
+    if wish.dims == 3:
+        from tasks.volumes import Volume
+
+        masks = torch.from_numpy(np.stack(masks)).float()[:, None]
+        found = [Volume(*parts, np.ones(3)) for parts in zip(images, masks, strict=True)]
+        content = [images, masks]
+        return _in_cubes("synthetic", wish, found[heldout:], found[:heldout], classes + 1, content)
     if wish.masks:
         targets = torch.from_numpy(np.stack(masks)).to(torch.uint8)
     else:
@@ -276,6 +292,8 @@ def _volumes(wish, kind, rows):
     Only slices with at least 2 % of their pixels above a tenth of the range are kept. A volume is held out
     whole, since neighbouring slices look alike. When there is only one, its uppermost tenth is held out.
     """
+    if wish.dims == 3:
+        return _whole_volumes(wish, kind, rows)
     root = wish.path
     size = wish.size or 64
     looks = [_seen_volume(name, file, mask_file, size) for name, file, mask_file in rows]
@@ -297,6 +315,35 @@ def _volumes(wish, kind, rows):
     return data_set(name, wish, train, heldout, 1, len(values), size, content, notes=notes)
 
 
+def _whole_volumes(wish, kind, rows):
+    """All volumes in memory, on one grid. A tenth of them is held out."""
+    from tasks import volumes  # with MONAI, which takes seconds to import
+
+    root = wish.path
+    looks = [volumes.read(file, mask_file) for _, file, mask_file in rows]
+    notes, rows, looks = folders.without_broken(wish.skip_broken, rows, looks)
+    values = folders.mask_values(root, [look.mask.unique().numpy() for look in looks])
+    chosen = folders.held_out_names(root, [name for name, _, _ in rows], "volume")
+    content = [(name, *map(folders.sha256, files)) for name, *files in rows]
+    train, heldout = [], []
+    whole = volumes.on_one_grid(looks, wish.size or CUBE)
+    for (name, _, _), volume in zip(rows, whole, strict=True):
+        classes = np.searchsorted(values, volume.mask.numpy()).astype(np.float32)
+        part = heldout if name in chosen else train
+        part.append(volume._replace(mask=torch.from_numpy(classes)))
+    name = f"{kind}-{root.resolve().name}"
+    return _in_cubes(name, wish, train, heldout, len(values), content, notes)
+
+
+def _in_cubes(name, wish, train, heldout, num_classes, content, notes=()):
+    """Data of two lists of volumes.Volume on one grid, their masks of classes."""
+    from tasks.volumes import Cubes
+
+    size = wish.size or CUBE
+    parts = Cubes(train, size), Cubes(heldout, size)
+    return data_set(name, wish, *parts, 1, num_classes, size, content, notes=notes)
+
+
 class _SeenVolume(NamedTuple):
     name: str
     images: torch.Tensor  # [slices, 1, size, size]
@@ -308,9 +355,8 @@ class _SeenVolume(NamedTuple):
 def _seen_volume(name, file, mask_file, size):
     """_SeenVolume of a file, or the Refused that it is worth."""
     try:
-        volume = folders.decode_volume(file)  # [Z, Y, X]
-        low, high = np.percentile(volume, (0.5, 99.5))  # so that a few hot voxels don't set the scale
-        unit = np.clip((volume - low) / max(high - low, 1e-12), 0, 1)
+        volume, _ = folders.decode_volume(file)  # [Z, Y, X]
+        unit = folders.unit_range(volume)
         keep = (unit > 0.1).mean((1, 2)) >= 0.02
         if not keep.any():
             raise Refused(f"volume {file} has no slice with anything to see: remove it")

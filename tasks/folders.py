@@ -393,9 +393,10 @@ def notes_on_images(seen: list, white: int, pages: str, targets: str) -> list[st
 # ---- Volumes -----------------------------------------------------------------------------------------------
 
 
-def decode_volume(path: Path) -> np.ndarray:
-    """float32 [Z, Y, X]: axial slices from the feet up, each with the body's front on top (by the affine).
-    path: a file of NIfTI, or a folder that holds one series of DICOM.
+def decode_volume(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [Z, Y, X], axial slices from the feet up, each with the body's front on top (by the affine),
+    and the distance of neighbours along Z, Y and X in mm. path: a file of NIfTI, or a folder that holds one
+    series of DICOM.
     """
     import nibabel
 
@@ -403,18 +404,27 @@ def decode_volume(path: Path) -> np.ndarray:
     logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
     with refusing_unreadable(path, "a series of DICOM" if path.is_dir() else "a NIfTI volume"):
         image = _dicom_image(path) if path.is_dir() else nibabel.load(path)
-        voxels = np.asarray(nibabel.as_closest_canonical(image).dataobj, dtype=np.float32)
+        upright = nibabel.as_closest_canonical(image)
+        voxels = np.asarray(upright.dataobj, dtype=np.float32)
+        spacing = nibabel.affines.voxel_sizes(upright.affine)[::-1]
     shape = (*voxels.shape, 1, 1)[:3]
     if not voxels.size or voxels.size != np.prod(shape):
         raise Refused(f"volume {path} has shape {voxels.shape}: save one 3-D volume a file")
     if not np.isfinite(voxels).all():
         raise Refused(f"volume {path} holds NaN or infinity: replace them, by the background's value say")
-    return np.ascontiguousarray(voxels.reshape(shape).transpose(2, 1, 0)[:, ::-1])  # [X, Y, Z] -> [Z, Y, X]
+    # [X, Y, Z] -> [Z, Y, X]
+    return np.ascontiguousarray(voxels.reshape(shape).transpose(2, 1, 0)[:, ::-1]), spacing
+
+
+def unit_range(volume: np.ndarray) -> np.ndarray:
+    """A volume from 0 to 1, by its percentiles: so that a few hot voxels don't set the scale."""
+    low, high = np.percentile(volume, (0.5, 99.5))
+    return np.clip((volume - low) / max(high - low, 1e-12), 0, 1)
 
 
 def decode_mask_volume(path: Path, volume: Path, shape: tuple) -> np.ndarray:
     """float32 [Z, Y, X] of whole numbers, with the shape of its volume."""
-    mask = decode_volume(path)
+    mask, _ = decode_volume(path)
     if mask.shape != shape:
         raise Refused(
             f"mask {path} has {mask.shape[::-1]} voxels but volume {volume} {shape[::-1]}: "

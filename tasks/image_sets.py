@@ -38,6 +38,7 @@ class Data:
     image_size: int
     fingerprint: str
     targets: str
+    dims: int = 2  # 3: images [B, C, D, H, W]
     yardstick: str | None = None
     # where the targets are a condition, and the images have no classes: classes of masks, channels of images
     condition_channels: int = 0
@@ -45,7 +46,7 @@ class Data:
     notes: list = field(default_factory=list, repr=False)
 
     def __str__(self):
-        shape = f"{self.channels}x{self.image_size}x{self.image_size}"
+        shape = "x".join([str(self.channels), *[str(self.image_size)] * self.dims])
         return (
             f"{self.name} ({self.targets}): {len(self.train)} + {len(self.heldout)} held-out images, "
             f"{shape}, {self.num_classes or 'no'} classes, {self.fingerprint}"
@@ -176,6 +177,7 @@ def data_set(
         image_size=size,
         fingerprint=digest.hexdigest()[:16],
         targets=wish.targets,
+        dims=wish.dims,
         yardstick=yardstick,
         classes=tuple(classes),
         notes=list(notes),

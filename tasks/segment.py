@@ -2,13 +2,18 @@
 
     python train.py --task segment                           MONAI's discs in noise
     python train.py --task segment --data folder:PATH        PATH/images and PATH/masks
+    python train.py --task segment --dims 3 --batch_size 4   MONAI's balls in noise; --data nifti:PATH
 
 Scores are Dice and IoU of each class, of all pixels pooled (metrics.py).
 """
 
+import functools
+
 import torch
 
+from harness.flags import Flag
 from lowprec.machine import monai_alone
+from tasks import data as datasets
 from tasks import metrics
 from tasks.task import Task, picture
 
@@ -19,8 +24,13 @@ PALETTE = [[0, 0, 0], [230, 80, 60], [60, 160, 230], [240, 200, 60], [90, 200, 1
 
 
 class Segment(Task):
-    """Images [B, C, H, W] and masks int64 [B, H, W] -> logits [B, classes, H, W]."""
+    """Images [B, C, H, W] and masks int64 [B, H, W] -> logits [B, classes, H, W]; with --dims 3 cubes
+    [B, C, D, H, W] and so on.
+    """
 
+    flags = (
+        Flag("dims", 2, "3: volumes, in cubes of --image_size a side", type=int, choices=(2, 3), fits=True),
+    )
     targets = "masks"
     implied = {"size": "tiny", "data": "synthetic"}
     watched = ("mean_iou", "higher")
@@ -33,6 +43,11 @@ class Segment(Task):
         self.criterion = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True)
 
     @classmethod
+    def load(cls, config):
+        c = config
+        return datasets.load_by_flags(c, c.data or cls.implied["data"], cls.targets, c.dims)
+
+    @classmethod
     def sizes_of_nets(cls):
         from models import SEGMENTATION_UNETS
 
@@ -41,7 +56,8 @@ class Segment(Task):
     def nets(self):
         from models import SEGMENTING
 
-        return {**SEGMENTING, **self.own_net()}
+        nets = {name: functools.partial(build, dims=self.config.dims) for name, build in SEGMENTING.items()}
+        return {**nets, **self.own_net()}
 
     def loss(self, model, batch, rng, step):
         """Dice + cross-entropy of images [B, C, H, W] against masks [B, H, W]. Nothing in it is random."""
@@ -56,11 +72,14 @@ class Segment(Task):
         return {**loss, "mean_iou": scores["mean_iou"], "mean_dice": scores["mean_dice"]}
 
     def preview(self, model, rng):
-        """Held-out images, below them their masks, below those the predictions."""
+        """Held-out images, below them their masks, below those the predictions. Of cubes the middle slice."""
         count = min(PICTURED_IMAGES, len(self.data.heldout))
         images, masks = self.data.heldout[list(range(count))]
         with torch.no_grad():
             predicted = model(images.to(rng.device)).argmax(1).cpu()  # [B, classes, H, W] -> [B, H, W]
+        if self.config.dims == 3:
+            middle = images.shape[2] // 2
+            images, masks, predicted = images[:, :, middle], masks[:, middle], predicted[:, middle]
         grey = (images.mean(1, keepdim=True).repeat(1, 3, 1, 1) + 1) / 2
         rows = torch.cat([grey, _coloured(masks), _coloured(predicted)])  # [3 B, 3, H, W]
         return {"segmentation": picture(rows * 2 - 1, len(images))}
@@ -73,10 +92,20 @@ class Segment(Task):
         return metrics.dice_and_iou(self._confusion(model, rng)), self.preview(model, rng)
 
     def _confusion(self, model, rng):
-        """Pixel counts of all held-out images, see metrics.confusion."""
+        """Pixel counts of all held-out images, or volumes, see metrics.confusion."""
         heldout = self.data.heldout
-        everything = list(range(len(heldout)))
         counts = 0
+        if self.config.dims == 3:
+            with monai_alone():
+                from monai.inferers import sliding_window_inference
+
+            sides, at_once = [self.data.image_size] * 3, self.config.batch_size
+            for volume in heldout.volumes:
+                whole = volume.voxels[None].to(rng.device)
+                predicted = sliding_window_inference(whole, sides, at_once, model).float().cpu()
+                counts = counts + metrics.confusion(predicted, volume.mask.long(), self.data.num_classes)
+            return counts
+        everything = list(range(len(heldout)))
         for start in range(0, len(heldout), SEGMENTED_AT_ONCE):
             images, masks = heldout[everything[start : start + SEGMENTED_AT_ONCE]]
             predicted = model(images.to(rng.device)).float().cpu()

@@ -12,7 +12,7 @@ from PIL import Image
 
 import models
 import train
-from tasks import condition, metrics
+from tasks import condition
 from tasks.diffusion import DDPM, RFlow
 from tasks.reflow import Reflow
 from tasks.task import Rng
@@ -157,11 +157,8 @@ def test_images_from_those_of_a_folder_resume_and_are_diagnosed(
 ):
     folder = {"masks": folder, "inputs": paired}[kind]
     monkeypatch.chdir(tmp_path)
-    # not one that is fitted to these squares, which takes a minute
-    monkeypatch.setattr(metrics, "yardstick", lambda *_: metrics.load_feature_net(metrics.DIGITS_NET_FILE))
     flags = ["--data", f"folder:{folder}", "--condition", kind, "--image_size", "16", "--steps", "3"]
     flags += ["--batch_size", "4", "--samples", "6", "--sample_steps", "2", "--model", "dit", "--name", "a"]
-    flags += ["--scores", "full"]
     assert train.main(flags) in (0, None)
     assert "psnr" in capsys.readouterr().out
     assert train.main(["--diagnose", "runs/a"]) in (0, 1, None)

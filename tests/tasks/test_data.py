@@ -358,6 +358,28 @@ def test_slices_show_the_body_upright_however_it_is_stored(tmp_path):
     assert torch.equal(images, check(load(f"nifti:{tmp_path / 'b.nii'}", image_size=24))[0])
 
 
+def test_volumes_in_three_dimensions_are_brought_to_one_grid(tmp_path):
+    """Bodies of 24 x 20 x 20 mm, one of them in voxels of 2 mm, in the layout of the Decathlon."""
+    for number, spacing in enumerate((1, 1, 2)):
+        voxels = np.zeros((20 // spacing, 20 // spacing, 24 // spacing), np.float32)
+        voxels[: 12 // spacing, :, : 8 // spacing] = 1
+        for folder, values in (("imagesTr", voxels), ("labelsTr", 7 * voxels)):
+            affine = np.diag([spacing, spacing, spacing, 1])
+            nifti(tmp_path / folder / f"{number}.nii.gz", values, affine)
+    assert load(f"nifti:{tmp_path}", "labels", 16).num_classes == 0
+    assert load(f"nifti:{tmp_path}", "masks", 16).num_classes == 2
+    found = load(f"nifti:{tmp_path}", "masks", 16, dims=3)
+    assert found.num_classes == 2 and str(found).count("1x16x16x16")
+    volumes = [*found.train.volumes, *found.heldout.volumes]
+    assert len(volumes) == 3 and len(found.heldout.volumes) == 1
+    for volume in volumes:
+        depth, *sides = volume.mask.shape[1:]
+        assert abs(depth - 24) <= 1 and all(abs(side - 20) <= 1 for side in sides)
+        assert volume.mask.mean().item() == pytest.approx(0.2, abs=0.03)
+        assert ((volume.voxels > 0) == (volume.mask == 1)).float().mean() > 0.95
+    assert [len(part.shape) for part in found.train[[0, 1]]] == [5, 4]
+
+
 def test_volumes_with_masks(tmp_path):
     for i in range(3):
         volume = phantom()[:, :, ::-1].copy()  # the air on top

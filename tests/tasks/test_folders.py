@@ -178,17 +178,6 @@ def test_broken_files_are_left_out_and_counted_where_that_is_wanted(kind, tmp_pa
     refused("cannot read", spec=spec, targets=targets, skip_broken=True)
 
 
-def test_the_layout_of_the_decathlon(tmp_path):
-    for folder in ("imagesTr", "labelsTr"):
-        (tmp_path / folder).mkdir()
-        for name in "ab":
-            voxels = np.random.default_rng(0).integers(0, 3, (16, 16, 4)).astype(np.int16)
-            nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), tmp_path / folder / f"{name}.nii.gz")
-    found = load(f"nifti:{tmp_path}", "masks", 16)
-    assert found.num_classes == 3 and len(found.train) == len(found.heldout) == 4
-    assert load(f"nifti:{tmp_path}", "labels", 16).num_classes == 0
-
-
 def test_dicom_is_read_as_nifti_is_where_its_package_is_here(tmp_path):
     voxels = np.random.default_rng(0).integers(0, 900, (4, 16, 12)).astype(np.int16)  # [Z, Y, X]
     if importlib.util.find_spec("pydicom") is None:
