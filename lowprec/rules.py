@@ -259,20 +259,14 @@ RELEASE_ALONE_RULES = (
 )
 
 
-def check_alone(*, compiled: bool = False, processes: int = 1) -> None:
-    """Raise Refused where gradients come too late to be released."""
+def check_alone(forward: Callable | None = None, processes: int = 1) -> None:
+    """Raise Refused where gradients come too late to be released. forward: what calls the net, if that is not
+    the net itself.
+    """
+    if isinstance(forward, PARALLEL_WRAPPERS[0]):
+        processes = 2
+    compiled = hasattr(forward, "_orig_mod")  # torch.compile made it of a module
     refuse(RELEASE_ALONE_RULES, types.SimpleNamespace(compiled=compiled, processes=processes))
-
-
-def check_wrapped(forward: Callable) -> None:
-    """Raise Refused where what calls the net makes gradients come too late to be released."""
-    processes = 2 if isinstance(forward, PARALLEL_WRAPPERS[0]) else 1
-    check_alone(compiled=is_compiled(forward), processes=processes)
-
-
-def is_compiled(forward: Callable) -> bool:
-    """Whether torch.compile made it of a module."""
-    return hasattr(forward, "_orig_mod")
 
 
 # ---- What a recipe loses -----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ..errors import Refused
 from ..optimizers.groups import SPARSE_GRADIENT
 from ..optimizers.rounded import Rounded
 from ..precision import ONE_RANK, clip_factor
-from ..rules import RELEASE_ALONE_RULES, Rule, check_alone, check_wrapped
+from ..rules import RELEASE_ALONE_RULES, Rule, check_alone
 from ..telemetry import report_of_run
 from .part import Part
 
@@ -189,7 +189,7 @@ class Released(Part):
         return grads[p]
 
     def check_forward(self, wrapper):
-        check_wrapped(wrapper)
+        check_alone(wrapper)
 
     @property
     def has_written(self):
