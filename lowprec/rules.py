@@ -210,10 +210,6 @@ NET_RULES = (
         f"run.forward = {type(net).__name__}(run.model)",
     ),
     Rule(
-        lambda net: next(net.parameters(), None) is None,
-        "the model has no parameters: there is nothing to train",
-    ),
-    Rule(
         lambda net: not any(p.requires_grad for p in net.parameters()),
         "no parameter has requires_grad=True: there is nothing to train",
     ),
@@ -225,19 +221,18 @@ NET_RULES = (
 )
 
 
+def _at_least(name, least):
+    """A Rule of the setting `name`; NaN is refused too."""
+    return Rule(
+        lambda run: not getattr(run.options, name) >= least,
+        lambda run: f"{name}={getattr(run.options, name)}: it must be {least} or more",
+    )
+
+
 SETTING_RULES = (
-    Rule(
-        lambda run: not run.options.clip_grad >= 0,  # so that NaN is refused too
-        lambda run: f"clip_grad={run.options.clip_grad}: it must be 0 or more",
-    ),
-    Rule(
-        lambda run: not run.options.clip_tensor >= 0,
-        lambda run: f"clip_tensor={run.options.clip_tensor}: it must be 0 or more",
-    ),
-    Rule(
-        lambda run: not run.options.accumulate >= 1,
-        lambda run: f"accumulate={run.options.accumulate}: it must be 1 or more",
-    ),
+    _at_least("clip_grad", 0),
+    _at_least("clip_tensor", 0),
+    _at_least("accumulate", 1),
     Rule(
         lambda run: run.options.clip_grad and run.options.clip_tensor,
         "--clip_grad and --clip_tensor exclude each other: set one of them to 0",

@@ -14,7 +14,6 @@ from common import through_a_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowprec.errors import Refused
 from lowprec.precision import Precision, recipe
 
 BF16 = torch.bfloat16
@@ -162,11 +161,3 @@ def test_channels_last_is_torchs_adamw():
         optimizer.step()
     assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert all(map(torch.equal, net.parameters(), reference.parameters()))
-
-
-# ---- Buffers -----------------------------------------------------------------------------------------------
-
-
-def test_a_model_without_parameters_is_one_line():
-    with pytest.raises(Refused, match="no parameters"):
-        Precision(nn.Flatten())

@@ -80,7 +80,7 @@ def test_a_run_of_defaults_is_refused_by_none():
     "model, words",
     [
         (nn.DataParallel(nn.Linear(2, 2)), "run.forward = DataParallel(run.model)"),
-        (nn.ReLU(), "no parameters"),
+        (nn.ReLU(), "nothing to train"),
         (nn.Linear(2, 2).requires_grad_(False), "requires_grad=True"),
     ],
     ids=["wrapped", "empty", "frozen"],
