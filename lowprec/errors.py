@@ -17,15 +17,10 @@ class Refused(ValueError):
         # a DataLoader worker sends a traceback: its last line is ours
         if message.startswith("Caught Refused in "):
             message = message.strip().splitlines()[-1].partition("Refused: ")[2]
-        line = "".join(map(_printable, str(message)))
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(message))  # \\n for a new line
         if len(line) > 1000:
             line = f"{line[:500]} ... {line[-400:]}"
         super().__init__(line)
-
-
-def _printable(character):
-    """A character as it is, or its escape: \\n for a new line."""
-    return character if character.isprintable() else repr(character)[1:-1]
 
 
 def check_choice(what, value, choices):

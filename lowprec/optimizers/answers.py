@@ -48,6 +48,7 @@ class Answers:
     compiled = False
     coders: dict = {}  # {moment: formats.Format} of those held in codes
     collecting: tuple = ()  # called at a step before gradients are read, by those that hang on these
+    param_names: dict = {}  # {parameter: its name}, where they are known
 
     def low_part(self, p):
         """What completes weight p to the value held: remainder, bf16 compensation, fp32 master, or

@@ -99,7 +99,10 @@ class EMA:
 
     def _inputs(self, bucket):
         """(weights, [what completes them] or []), flat."""
-        weights = bucket.gather(bucket.params)
+        params = bucket.params
+        if [p.shape for p in params] != bucket.shapes or not all(p.data_ptr() for p in params):
+            bucket.check(dict(zip(self.params, self.names, strict=True)).get, [None] * len(params))
+        weights = bucket.gather(params)
         lows = [self.low_part(p) for p in bucket.params]  # a finish may have begun them
         if lows[0] is None:
             return weights, []
@@ -107,7 +110,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self):
-        """Take one step towards the weights as they are now."""
+        """Take one step towards the weights as they are now. Raises Refused for weights of another shape."""
         self.step += 1
         self._move()
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from ..errors import Refused
 from ..kernels import PLACE_OF_SCALE
 from ..rounding import Way
 
@@ -61,6 +62,23 @@ class Bucket:
             buckets.append(Bucket(indices, tensors, start))
             start += buckets[-1].numel
         return buckets
+
+    def check(self, name_of, grads):
+        """Raises Refused for tensors that no step can take. name_of: parameter -> what it is called."""
+        here, there = self.local(self.params), self.local(grads)
+        for p, own, g, shape in zip(self.params, here, there, self.local_shapes, strict=True):
+            name = name_of(p)
+            if own.shape != shape:
+                raise Refused(f"{name} is {list(own.shape)}, and was {list(shape)}: make a new optimiser")
+            if g is not None and g.shape != shape:
+                raise Refused(f"{name} is {list(shape)}, and its gradient {list(g.shape)}: give each its own")
+            if was_freed(own) or g is not None and was_freed(g):
+                raise Refused(f"the storage of {name} or of its gradient was freed: a step needs both")
+            reach = 1  # of the dimensions so far
+            for stride, size in sorted(zip(own.stride(), shape, strict=True)):
+                if size > 1 and stride < reach:
+                    raise Refused(f"entries of {name} lie in one place of memory: give it a clone() of them")
+                reach += stride * (size - 1)
 
     @property
     def local_shapes(self):
@@ -219,6 +237,11 @@ def local_tensor(t):
     """A tensor without its graph; of a DTensor this rank's rows."""
     t = t.detach()
     return t.to_local() if is_spread(t) else t
+
+
+def was_freed(t):
+    """Whether a tensor has entries and no memory for them."""
+    return t.numel() and not t.untyped_storage().nbytes()
 
 
 def whole_alone(name):

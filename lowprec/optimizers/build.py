@@ -253,7 +253,11 @@ def build(
     groups = divided_groups([dict(group) for group in groups], name, net)
     of_groups = [group.pop("optimizer", name) for group in groups]
     if not any(isinstance(kind, str) or classes_of(kind) for kind in of_groups):
-        _check_no_options_of_ours({**options, "weight_decay": weight_decay or None})
+        for option, value in {**options, "weight_decay": weight_decay}.items():
+            if value or option != "weight_decay":
+                given = f"{option}={value}"
+                what = f"{given} reaches optimisers by name alone, and this one is made by a function"
+                raise Refused(f"{what}: give it there, as functools.partial(torch.optim.SGD, {given})")
     parts, r = [], r.keeping(*of_groups)
     for kind in dict.fromkeys(of_groups):
         own = [group for group, its in zip(groups, of_groups, strict=True) if its == kind]
@@ -262,7 +266,7 @@ def build(
         own_options = {**options, "weight_decay": weight_decay}
         classes = classes_of(kind)
         if classes:
-            parts.append(_build_ours(classes[0], own, r, own_options, seed_of_part, away))
+            parts.append(_build_ours(classes[0], own, r, own_options, seed_of_part, away, net))
         elif isinstance(kind, str):
             parts.append(_build_peer(kind, own, r, own_options))
         else:
@@ -273,10 +277,8 @@ def build(
     for option in refusable:
         if option not in options or any(option in part.defaults for part in parts):
             continue
-        takers = []
-        for key, kind in OPTIMIZERS.items():
-            if option in inspect.signature(kind).parameters:
-                takers.append(key)
+        of_ours = OPTIMIZERS.items()
+        takers = [key for key, kind in of_ours if option in inspect.signature(kind).parameters]
         theirs = " and ".join(takers)
         raise Refused(f"--{option} belongs to --optimizer {theirs}: drop it, or choose one of these")
     if len(parts) == 1:
@@ -293,10 +295,11 @@ def title_of_optimizer(optimizer, name):
     return type(getattr(optimizer, "inner", optimizer)).__name__
 
 
-def _build_ours(kind, params, r, options, seed, away):
+def _build_ours(kind, params, r, options, seed, away, net):
     """One of ours, of parameter groups that belong to it alone."""
-    own = {"update": r.update, "kahan": r.kahan == "on", "master": r.master, "seed": seed, "away": away}
-    own["kinds"] = {}
+    names = {p: name for name, p in net.named_parameters()} if net is not None else {}
+    own = {"update": r.update, "kahan": r.kahan == "on", "master": r.master, "seed": seed}
+    own.update(away=away, param_names=names, kinds={})
     for moment in kind.moments:
         if moment in r.values:
             own["kinds"][moment] = r[moment]
@@ -308,21 +311,10 @@ def _build_ours(kind, params, r, options, seed, away):
     return kind(params, **{**kind.of_run, **options}, **own)
 
 
-def _rounds_itself(r):
-    return r.update != "nearest" or r.kahan == "on" or r.master != "none"
-
-
-def _check_no_options_of_ours(options):
-    """Raises Refused for options that would reach no optimiser, where all are strangers'."""
-    for option, value in options.items():
-        if value is not None:
-            what = f"{option}={value} reaches optimisers by name alone, and this one is made by a function"
-            raise Refused(f"{what}: give it there, as functools.partial(torch.optim.SGD, {option}={value})")
-
-
+TO_NEAREST = "nearest", "off", "none"
 # {(update, kahan, master) of a recipe: how protect.py writes for an optimiser of others, None: not at all}
 WRITES_OF_STRANGERS = {
-    ("nearest", "off", "none"): None,
+    TO_NEAREST: None,
     ("stochastic", "off", "none"): "stochastic",
     ("nearest", "on", "none"): "kahan",
 }
@@ -351,7 +343,8 @@ def _build_strangers(make, params, r, seed):
 def _build_peer(name, params, r, options):
     if name not in PEER_OPTIMIZERS:
         raise Refused(f"--optimizer {name}: unknown; choose from {', '.join(OPTIMIZER_NAMES)}")
-    if _rounds_itself(r):
+    how = r.update, r.kahan, r.master
+    if how != TO_NEAREST:
         flags = "drop --stochastic, --kahan and --master, which belong to ours"
         raise Refused(f"--optimizer {name} rounds in its own way: {flags}")
     if name == "bitsandbytes":

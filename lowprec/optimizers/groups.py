@@ -31,6 +31,8 @@ OPTIONS_OF_ALL_GROUPS = ("update", "kahan", "master", "seed", "compiled")
 
 def name_of(p, optimizer):
     """How a line calls a parameter: by its name where the optimiser was given names, else by its place."""
+    if p in optimizer.param_names:
+        return optimizer.param_names[p]
     for number, group in enumerate(optimizer.param_groups):
         for i, q in enumerate(group["params"]):
             if q is p:

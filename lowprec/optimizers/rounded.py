@@ -45,7 +45,7 @@ from .groups import (
     check_rule,
     name_of,
 )
-from .state import HERE, Coded, KeptState, Plain, described, holds, was_freed
+from .state import HERE, Coded, KeptState, Plain, described, holds
 
 # ---- AdamW -------------------------------------------------------------------------------------------------
 
@@ -167,9 +167,9 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
     held as `states` says, or each as its keyword or `kinds`, {moment: kind}, says: 'fp32', 'bf16', or codes
     of `formats.FORMATS` with a scale a block (small tensors in fp32), rounded as `update` says. Rounding
     noise is a function of (seed, step, place in the parameter list). compiled: fuse the step by a compiler.
-    away: a lowprec.Offload, which keeps the moments in the memory of the CPU. A parameter that is frozen has
-    no state before its first gradient. fused, foreach: taken for torch's sake, and do nothing: a step is
-    fused already; and flags of torch's, as amsgrad, where they are off.
+    away: a lowprec.Offload, which keeps the moments in the memory of the CPU. param_names: {parameter: its
+    name}, for what is refused. A parameter that is frozen has no state before its first gradient. fused,
+    foreach, and flags of torch's that are off, as amsgrad: taken for its sake, and do nothing.
     Raises Refused for other dtypes of parameters, for tensors without memory of their own, and for a
     state_dict of other shapes.
     """
@@ -202,6 +202,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         states="fp32",
         kinds=None,
         away=None,
+        param_names=None,
         fused=None,
         foreach=None,
         **named,
@@ -217,6 +218,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         self.way = chosen_way(update, kahan, master).of(self)  # of bf16 weights
         self.by_noise = update != "nearest"  # what is rounded
         self.seed, self.compiled, self.home = seed, compiled, away or HERE
+        self.param_names = param_names or {}
         check_rule(named, "an optimiser", type(self).__name__)
         kinds_by_name = {option: kind for option, kind in named.items() if option not in OPTIONS_NOT_OURS}
         self.kinds = {**dict.fromkeys(self.moments, states), **kinds_by_name, **(kinds or {})}
@@ -464,17 +466,15 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         if not bucket.begun:
             self.begin_state(params[0])
         # kernels go by pointers: nothing that they are given may be shorter than the state was made for
-        shapes = [g.shape for g in present]
         if not (
-            shapes == [p.shape for p in params] == bucket.shapes
+            [g.shape for g in present] == [p.shape for p in params] == bucket.shapes
             and {p.dtype for p in params} == {bucket.dtype}
-            and all(t.data_ptr() for t in (*params, *present))
+            and all(g.data_ptr() for g in present)
+            and all(p.data_ptr() and p.is_contiguous() for p in params)
         ):
             self.check_tensors(bucket, grads)
         self.adopt_state(bucket)
         steps = {self.state[p].get("step") for p in params}
-        if None in steps:
-            raise Refused("the step of a state was deleted: restore it, or clear the whole state")
         dtypes = {g.dtype for g in present}
         if not apart and len(present) == len(grads) and len(steps) == 1 and len(dtypes) == 1:
             return [bucket]
@@ -485,19 +485,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         """Raises Refused for tensors that are not what the state of a bucket was made for. A parameter that
         was cast is written in its new dtype from now on.
         """
-        here, there = bucket.local(bucket.params), bucket.local(grads)
-        for p, own, g, shape in zip(bucket.params, here, there, bucket.local_shapes, strict=True):
-            if own.shape != shape:
-                was = f"{name_of(p, self)} is {list(own.shape)}, and its state was made for {list(shape)}"
-                raise Refused(f"{was}: make a new optimiser")
-            if g is None:
-                continue
-            if g.shape != shape:
-                what = f"{name_of(p, self)} is {list(shape)}, and its gradient {list(g.shape)}"
-                raise Refused(f"{what}: give each its own")
-            if was_freed(own) or was_freed(g):
-                what = f"the storage of {name_of(p, self)} or of its gradient was freed"
-                raise Refused(f"{what}: a step needs both")
+        bucket.check(functools.partial(name_of, optimizer=self), grads)
         if any(p.dtype != bucket.dtype for p in bucket.params):
             check_dtypes(bucket.params, self)
             if self.way.name is not None:
@@ -516,6 +504,8 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         for index, piece in pieces:
             first, group = piece.params[0], self.param_groups[index]
             table = tables.setdefault(first.device, StepTable(first.device))
+            if "step" not in self.state[first]:
+                raise Refused("the step of a state was deleted: restore it, or clear the whole state")
             step = self.state[first]["step"] + 1
             decay = 1 - float(group["lr"]) * group["weight_decay"]
             if not math.isfinite(decay):

@@ -12,6 +12,7 @@ import torch
 from .. import kernels
 from ..errors import Refused
 from ..formats import Format
+from .buckets import was_freed
 from .groups import check_groups
 
 # ---- Held --------------------------------------------------------------------------------------------------
@@ -306,11 +307,6 @@ def holds(view, t):
     both_float = t.is_floating_point() and view.is_floating_point()
     widens = both_float and torch.promote_types(t.dtype, view.dtype) == view.dtype
     return t.dtype == view.dtype or widens
-
-
-def was_freed(t):
-    """Whether a tensor has entries and no memory for them."""
-    return t.numel() and not t.untyped_storage().nbytes()
 
 
 def described(t):
