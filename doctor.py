@@ -2,7 +2,7 @@
 
     python train.py --diagnose runs/NAME        its checkpoint.pt, and metrics.jsonl where there is one;
                                                 exit status 0: healthy, 1: findings
-    python doctor.py BEFORE AFTER               two checkpoints of any program, see lowprec/watch/compare.py
+    python doctor.py BEFORE AFTER               two checkpoints of any program: python -m lowprec compare
 
 It reads the run and writes nothing. It concludes nothing from the recipe: it takes the run some steps further
 in memory, by its own code and data, and compares what is written and computed with fp32 arithmetic. A task
@@ -22,7 +22,7 @@ from lowprec.parts.loss_scale import LossScale
 from lowprec.parts.micro_batches import MicroBatches
 from lowprec.rounding import Stream, stream
 from lowprec.telemetry import sample_entries
-from lowprec.watch import compare, verdicts
+from lowprec.watch import verdicts
 from lowprec.watch.computed import Recorder, count_not_finite, relative, relative_tree
 from lowprec.watch.net_state import rounded_to_bf16
 from lowprec.watch.verdicts import Diagnosis, Finding
@@ -443,4 +443,7 @@ class Examination:
 
 
 if __name__ == "__main__":
-    sys.exit(compare.main(command="python doctor.py"))
+    from lowprec.__main__ import main
+
+    sys.argv.insert(1, "compare")
+    sys.exit(main())

@@ -211,14 +211,15 @@ def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
             for path in stale:
                 write_atomically(path, lambda file, text=found[path]: file.write(text.encode()))
             return 0
+        for path in stale:
+            print(f"{lines_told(path, document.parent)} is out of date: run python experiments/report.py")
+        if not stale:
+            print(f"{len(found)} pages are what the records give")
+        sys.stdout.flush()  # a full disk is met here
+        return int(bool(stale))
     except (Refused, OSError) as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
-    for path in stale:
-        print(f"{lines_told(path, document.parent)} is out of date: run python experiments/report.py")
-    if not stale:
-        print(f"{len(found)} pages are what the records give")
-    return int(bool(stale))
 
 
 if __name__ == "__main__":

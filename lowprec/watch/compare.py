@@ -100,11 +100,9 @@ def paired_averages(before, after, weights):
 # ---- The command -------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None, command: str = "python -m lowprec compare") -> int:
-    """Print the diagnosis of two checkpoints; the exit status. command: what it is called in messages."""
-    if argv is None:
-        argv = sys.argv[1:]
-    usage = f"usage: {command} BEFORE AFTER, two checkpoints"
+def main(argv: list[str]) -> int:
+    """Print the diagnosis of two checkpoints; the exit status."""
+    usage = "usage: python -m lowprec compare BEFORE AFTER, two checkpoints"
     if argv and argv[0] in ("-h", "--help"):
         print(f"{usage}\n\n{__doc__}")
         return 0
@@ -113,7 +111,7 @@ def main(argv: list[str] | None = None, command: str = "python -m lowprec compar
             raise Refused(usage)
         found = compare(*argv)
     except Refused as error:
-        print(f"{command.split()[-1]}: {error}", file=sys.stderr)
+        print(f"compare: {error}", file=sys.stderr)
         return 2
     print(found)
     return found.status
