@@ -303,10 +303,7 @@ class Cast:
         untrained = [p for p in model.parameters() if not p.requires_grad]
         if untrained and not any(map(buckets.is_spread, model.parameters())):
             self._find_frozen(model, r, {*exact, *with_statistics}, frozen)
-        if r.low_weights:
-            self._cast_low(model, r, exact)
-        else:
-            self._cast_wide(model)
+        self._cast(model, r, exact)
         self._borders(model, r, [*islands, *by_name], within - set(by_name), fp32_outputs)
 
     def _find_frozen(self, model, r, exact, kept):
@@ -320,42 +317,30 @@ class Cast:
             if set(held.values()) != {r.dtype("weights")} and module not in exact:
                 self.dtypes_of_frozen[module] = held
 
-    def _cast_low(self, model, r, exact):
-        dtype_of = dict.fromkeys(model.parameters(), torch.bfloat16)
+    def _cast(self, model, r, exact):
+        """Bring each tensor to its dtype, as Module.to does: what fully_shard and others keep beside
+        parameters follows.
+        """
+        dtype_of = dict.fromkeys(model.parameters(), r.dtype("weights"))
         for held in self.dtypes_of_frozen.values():
             dtype_of.update(held)
         for module in exact:
             dtype_of.update(dict.fromkeys(_own_parameters(module), torch.float32))
-        # as Module.to does it: what fully_shard keeps beside parameters follows
-        model._apply(lambda t: t.to(dtype_of.get(t, t.dtype)) if castable(t) else t)
         for name, module in model.named_modules():
-            held = self.dtypes_of_frozen.get(module)
-            dtype = only_dtype(held) if held else r.dtype("buffers")
-            if module in exact and _keeps_statistics(module):
-                dtype = torch.float32  # as its weights
-            for own_name, buffer in module.named_buffers(recurse=False):
-                chosen = matching(f"{name}.{own_name}" if name else own_name, self.dtypes)
-                wanted = DTYPE_OF_NAME[chosen] if chosen else dtype
-                if wanted and castable(buffer):
-                    setattr(module, own_name, buffer.to(wanted))
-        for module in model.modules():
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()  # its weights are views of one tensor, which the cast replaced
+            for full_name, buffer in module.named_buffers(name, recurse=False):
+                chosen = matching(full_name, self.dtypes)
+                dtype_of[buffer] = self._dtype_of_buffers(module, r, exact)
+                if chosen:
+                    dtype_of[buffer] = DTYPE_OF_NAME[chosen]
+        beside = None if r.low_weights else torch.float32
+        model._apply(lambda t: t.to(dtype_of.get(t, beside) or t.dtype) if castable(t) else t)
 
-    def _cast_wide(self, model):
-        """As model.float(), but for codes, frozen weights and the buffers that `dtypes` names."""
-        dtype_of = {}
-        for held in self.dtypes_of_frozen.values():
-            dtype_of.update(held)
-        for name, buffer in model.named_buffers():
-            chosen = matching(name, self.dtypes)
-            if chosen:
-                dtype_of[buffer] = DTYPE_OF_NAME[chosen]
-
-        def wide(t):
-            return t.to(dtype_of.get(t, torch.float32)) if castable(t) else t
-
-        model._apply(wide)
+    def _dtype_of_buffers(self, module, r, exact):
+        """That of a module's own buffers; None where each stays as it came."""
+        if not r.low_weights or (module in exact and _keeps_statistics(module)):
+            return torch.float32  # as its weights
+        held = self.dtypes_of_frozen.get(module)
+        return only_dtype(held) if held else r.dtype("buffers")
 
     def _borders(self, model, r, islands, within, fp32_outputs):
         """Hooks that cast. within: modules in one that is fp32 as a whole, which need none."""
