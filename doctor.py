@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from harness import run_folder
 from harness.batches import BatchIndices
+from harness.checkpoints import read as read_checkpoint
+from harness.files import read_lines
 from lowprec.formats import FORMATS, Format
 from lowprec.parts.loss_scale import LossScale
 from lowprec.parts.micro_batches import MicroBatches
@@ -49,7 +50,7 @@ def diagnose(path, table, flags):
     table: train.FLAGS. flags: {name: value} typed beside --diagnose. Raises Refused for what is no checkpoint
     of this program, and what Trainer raises (data that have moved, a GPU that is not here).
     """
-    checkpoint = run_folder.read_checkpoint(path)
+    checkpoint = read_checkpoint(path)
     table.check_given(flags, "diagnose", checkpoint["config"])
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     # steps of full size, as in most of the run: without warm-up or schedule
@@ -74,7 +75,7 @@ class Examination:
         self.checkpoint = checkpoint
         self.found = []  # findings
         self.sound = {}  # {site: its figure}, where that is no finding
-        self.metrics = run_folder.read_metrics(folder / "metrics.jsonl")
+        self.metrics = read_lines(folder / "metrics.jsonl")
         self.trainer = trainer = Trainer(settle(config), draws=True, folder=folder)
         self.config = trainer.config
         self.device = trainer.device

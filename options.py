@@ -337,6 +337,7 @@ RUN_FLAGS = (
         "",
         "write the averaged weights here at the end (with --sample: those of the checkpoint)",
         "run",
+        type=path,
         metavar="FILE.safetensors",
         may=("sample",),
     ),

@@ -17,6 +17,7 @@ from harness import code, initial, shards
 from harness.advice import check_processes, late_average, recipe_notes, smaller_run
 from harness.batches import end_workers, read_batches
 from harness.checkpoints import check_optimizer, fitting
+from harness.checkpoints import read as read_checkpoint
 from harness.ending import Stopped, StopRequest, check_loss, check_weights, what_is_kept
 from harness.flags import LARGEST_WHOLE
 from harness.progress import Profile, Progress, TrainingClock
@@ -458,9 +459,9 @@ class Trainer:
         if folder.has_checkpoint:
             if self.ranks.spread and shards.is_there(folder / CHECKPOINT):  # this rank's rows alone
                 found = shards.read_own_shards(folder / CHECKPOINT, self.precision, self.ranks, self.device)
-                checkpoint = folder.checked(found, differences)
             else:
-                checkpoint = folder.checkpoint(differences)
+                found = read_checkpoint(folder.path)
+            checkpoint = folder.checked(found, differences)
             if checkpoint.get("data") and self._fingerprint_of_data() not in ("", checkpoint["data"]):
                 other = f"{folder} holds a run on other data than --data {c.data} is now"
                 raise Refused(f"{other}: give this one another --name")

@@ -32,9 +32,9 @@ def write_atomically(path, write):
     """
     path = Path(path)
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    check_regular(path)
     before = sys.exc_info()[1]  # an error that is being handled already is none of this file's
     try:
+        check_regular(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(beside, "w+b") as file:
             write(file)
@@ -90,8 +90,6 @@ def check_regular(path):
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
-    except (OSError, ValueError) as error:
-        raise Refused(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from None
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link"}
     if not stat.S_ISREG(mode):
         what = kinds.get(stat.S_IFMT(mode), "a device or a pipe")
@@ -140,13 +138,17 @@ def no_checkpoint(path, why="or is cut short"):
 
 
 def bytes_of_file(path):
-    """The bytes of a file. Raises Refused for what can't be read and for anything else than a file, of which
-    a pipe never ends.
-    """
+    """The bytes of a file. Raises Refused for what can't be read and for anything else than a file."""
+    check_file(path)
+    with reading(path):
+        return Path(path).read_bytes()
+
+
+def check_file(path):
+    """Raise Refused unless a file is there: a pipe never ends."""
     with reading(path):
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise Refused(f"{path} can't be read: it is no file; give the path of one")
-        return Path(path).read_bytes()
 
 
 def read_json(path):
@@ -159,7 +161,7 @@ def read_json(path):
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise Refused(f"{path} can't be read: it holds no JSON object")
+        raise Refused(f"{path} can't be read: it holds no JSON object; move it away")
     return value
 
 
@@ -188,8 +190,7 @@ def read_tensors(path):
     """({name: tensor}, {word: text}), the tensors and the metadata of a file of safetensors. Raises Refused
     when it is no such file, or is damaged.
     """
-    if not os.path.isfile(path):  # a pipe never ends
-        raise Refused(f"{path} can't be read: it is no file; remove it")
+    check_file(path)
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict

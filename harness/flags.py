@@ -18,12 +18,12 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 from harness import names
+from harness.files import bytes_of_file
 from harness.ranks import speaks_first
 from lowprec.errors import Refused
 
@@ -575,15 +575,11 @@ def read_yaml(path, parser):
         kept = [(tag, form) for tag, form in forms if tag.endswith((":null", ":merge"))]
         Loader.yaml_implicit_resolvers[first] = kept
 
+    content = bytes_of_file(path)
+    if len(content) > TEN_MILLION:
+        parser.error(f"--config {path} is too large for a YAML file")
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode) or os.path.getsize(path) > TEN_MILLION:
-            parser.error(f"--config {path}: give a YAML file: this is a folder, a pipe, or too large for one")
-        with open(path) as file:
-            values = yaml.load(file, Loader) or {}
-    except OSError as error:
-        parser.error(f"--config {path}: {error.strerror}; give the path of a YAML file")
-    except RecursionError:
-        parser.error(f"--config {path} is not YAML: it is nested too deep")
+        values = yaml.load(content, Loader) or {}
     except (yaml.YAMLError, ValueError, AttributeError) as error:
         why = " ".join(str(error).split())
         parser.error(f"--config {path} is not YAML: {why[:500]}")

@@ -28,7 +28,6 @@ from safetensors.torch import save as safetensors_bytes
 
 from harness import checkpoints, shards
 from harness.checkpoints import CHECKPOINT
-from harness.checkpoints import read as read_checkpoint
 from harness.files import check_regular, read_json, read_lines, write_atomically, write_json
 from lowprec.errors import Refused
 from lowprec.machine import cpu_threads, device_facts
@@ -37,16 +36,6 @@ LOCK_FILE = ".lock"
 # What may lie in a folder that holds no run yet: what desktops leave, and what a run left that was killed
 # before its first file was whole
 LITTER_NAMES = re.compile(r"\.lock|\.DS_Store|Thumbs\.db|desktop\.ini|.+\.(json|jsonl|pt)(\.\d+)?\.part")
-
-# ---- What a run writes and reads again ---------------------------------------------------------------------
-
-
-def read_metrics(path):
-    """The lines of a metrics.jsonl, [] when there is none: dicts of numbers with the step of each. Raises
-    Refused for a line that is no JSON object.
-    """
-    return read_lines(path)
-
 
 # ---- Exported weights --------------------------------------------------------------------------------------
 
@@ -232,14 +221,10 @@ class Folder:
         self._lock.write(f"process {os.getpid()} on {platform.node()}\n")
         self._lock.flush()
 
-    def checkpoint(self, differences):
-        """The dict of its checkpoint, see `read_checkpoint`. Raises Refused for that of another run;
-        differences: as of `check`.
-        """
-        return self.checked(read_checkpoint(self.path), differences)
-
     def checked(self, found, differences):
-        """What was read of its checkpoint, unless that is another run's."""
+        """What was read of its checkpoint. Raises Refused for that of another run; differences: as of
+        `check`.
+        """
         changed = differences(found["config"])
         if changed:
             other = f"{self / CHECKPOINT} belongs to another model or recipe ({', '.join(changed)})"
@@ -248,13 +233,7 @@ class Folder:
 
     def flags(self):
         """{flag: value} of the run that it holds."""
-        try:
-            flags = read_json(self / "config.json").get("flags")
-        except Refused:
-            flags = None
-        if not isinstance(flags, dict):
-            raise Refused(f"{self}/config.json can't be read: move the folder away, or choose another --name")
-        return flags
+        return read_json(self / "config.json")["flags"]
 
     def summary(self):
         """summary.json of a run that ended, or None."""
@@ -267,7 +246,7 @@ class Folder:
         """Write what is known before the first step, and forget what lies after `step`: it will be done
         again. logged: the last step with a line of metrics.jsonl; warns where there are other lines.
         """
-        rows = read_metrics(self / "metrics.jsonl")
+        rows = read_lines(self / "metrics.jsonl")
         (self / "summary.json").unlink(missing_ok=True)  # scores of fewer steps or of other samples
         shards.remove_leftovers(self / CHECKPOINT)
         for path in self.path.glob("*.*.part"):  # of a process that was killed while it wrote

@@ -238,18 +238,14 @@ def _opened(path):
     file = pointer(path)
     content = read_json(file)
     claimed = content.pop("sha256", None)
-    if set(content) != {"folder", "files", "state"} or claimed != _digest_of(content):
-        raise damaged(file)
-    if not all(map(_is_name, [content["folder"], *content["files"]])):
+    whole = set(content) == {"folder", "files", "state"} and claimed == _digest_of(content)
+    if not whole or not all(map(_is_name, [content["folder"], *content["files"]])):
         raise damaged(file)
     folder = file.with_name(content["folder"])
-    missing = [name for name in content["files"] if not (folder / name).is_file()]
-    stray = {p.name for p in folder.glob("*")} - set(content["files"])
-    if missing:
-        raise Refused(f"{folder}: {missing[0]} is missing; use another copy, or train again")
-    if stray:
-        name = sorted(stray)[0]
-        raise Refused(f"{folder}: {name} does not belong there; use another copy, or train again")
+    there = {path.name for path in folder.glob("*")}
+    for name in sorted(there ^ set(content["files"])):
+        what = "does not belong there" if name in there else "is missing"
+        raise Refused(f"{folder}: {name} {what}; use another copy, or train again")
     return content, folder
 
 

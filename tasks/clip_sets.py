@@ -203,14 +203,11 @@ def _by_number(path):
 def _in_order(root, name, frames, masks):
     """The masks of a clip in the order of its frames."""
     by_stem = {path.stem: path for path in masks}
-    missing = [path for path in frames if path.stem not in by_stem]
-    if missing:
-        wanted = root / "masks" / name / f"{missing[0].stem}.png"
-        raise Refused(f"frame {missing[0]} has no mask: add {wanted}, or remove {root / 'masks'}")
-    extra = sorted(by_stem.keys() - {path.stem for path in frames})
-    if extra:
-        frame = root / name / f"{extra[0]}.png"
-        raise Refused(f"mask {by_stem[extra[0]]} has no frame: add {frame}, or remove it")
+    folders.check_partners(
+        ("frame", root / name, {path.stem: path for path in frames}),
+        ("mask", root / "masks" / name, by_stem),
+        folders.MASK_SUFFIXES,
+    )
     return [by_stem[path.stem] for path in frames]
 
 
@@ -237,10 +234,8 @@ def _ids(root, name, files, masks, about):
     seen = [about[path] for path in files]
     seen_masks = [about[path] for path in masks]
     folders.check_extents(triples, seen, seen_masks)
-    values = np.unique(np.concatenate([mask.values for mask in seen_masks]))
     where = root / "masks" / name
+    values = folders.distinct_values(where, [mask.values for mask in seen_masks])
     if not (values != 0).any():
         raise Refused(f"the masks of {where} show no instance, 0 alone: number the objects from 1")
-    if len(values) > folders.MAX_CLASSES:
-        raise Refused(f"the masks of {where} hold {len(values)} values: save ids, without antialiasing")
     return values[values != 0]

@@ -86,10 +86,8 @@ def load(
     form, loader, has_masks = DATA_SETS[word]
     optional = "[" in form
     takes_path = ":" in form
-    if not optional and takes_path and not where:
-        raise Refused(f"{word} needs a path: write --data {form}")
-    if not takes_path and where:
-        raise Refused(f"{word} takes no path: write --data {form}")
+    if takes_path != bool(where) and not optional:
+        raise Refused(f"{word} {'needs a' if takes_path else 'takes no'} path: write --data {form}")
     if targets == "masks" and not has_masks:
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
     if reading.get("dims") == 3 and word not in ("nifti", "synthetic"):

@@ -62,31 +62,28 @@ def refusing_unreadable(path, what="an image"):
 # ---- Layouts -----------------------------------------------------------------------------------------------
 
 
+PARTS_OF_FOLDERS = {  # targets: (folders of the same names, that of the images, what reads both)
+    "masks": (("images", "masks"), "images", "--task segment"),
+    "inputs": (("inputs", "targets"), "targets", "--condition inputs"),
+}
+
+
 def check_layout(root: Path, targets: str, kind: str, labels: str = "folders"):
     """Refuses a folder that can't be read, or whose parts are something else than classes."""
     try:
         has = {entry.name for entry in os.scandir(root) if entry.is_dir()}
-    except FileNotFoundError:
-        raise Refused(f"{root} does not exist: check the path") from None
-    except NotADirectoryError:
-        raise Refused(f"{root} is not a folder: check the path") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise Refused(f"cannot read {root} as a folder ({why}): check the path and its permissions") from None
-    if targets == "masks" and not has >= {"images", "masks"}:
-        raise Refused(f"{root} has no folders images and masks: to segment it needs both, with equal names")
-    if targets == "inputs" and not has >= {"inputs", "targets"}:
-        raise Refused(
-            f"{root} has no folders inputs and targets: --condition inputs needs both, with equal names"
-        )
+    for wanted, (parts, images, option) in PARTS_OF_FOLDERS.items():
+        if targets == wanted and not has >= set(parts):
+            missing = f"{root} has no folders {' and '.join(parts)}"
+            raise Refused(f"{missing}: {option} needs both, with equal names")
+        if targets == "labels" and labels != "none" and has >= set(parts):
+            found = f"{root} holds {' and '.join(parts)}"
+            raise Refused(f"{found}: use --data {kind}:{root / images}, or {option}")
     if targets != "labels" or labels == "none":
         return
-    if has >= {"images", "masks"}:
-        images = root / "images"
-        raise Refused(f"{root} holds images and masks: use --data {kind}:{images}, or --task segment")
-    if has >= {"inputs", "targets"}:
-        images = root / "targets"
-        raise Refused(f"{root} holds inputs and targets: use --data {kind}:{images}, or --condition inputs")
     if "train" in has and has & {"test", "val", "valid", "validation"}:
         raise Refused(f"{root} is split into train and others: use --data {kind}:{root / 'train'}")
 
@@ -166,13 +163,22 @@ def matched_pairs(root: Path, parts: dict[str, tuple]) -> list:
     partners = _by_stem(root / second, partner_suffixes)
     if not images:
         raise Refused(f"{root / first} is empty: put images there ({', '.join(suffixes)})")
-    for stem in sorted(images.keys() ^ partners.keys()):
-        if stem in images:
-            wanted = f"{root / second / stem} with suffix {' or '.join(partner_suffixes)}"
-            raise Refused(f"{image} {images[stem]} has no {partner}: add {wanted}")
-        remedy = f"add {root / first / stem} or remove the {partner}"
-        raise Refused(f"{partner} {partners[stem]} has no {image}: {remedy}")
+    check_partners((image, root / first, images), (partner, root / second, partners), partner_suffixes)
     return [(stem, images[stem], partners[stem]) for stem in sorted(images)]
+
+
+def check_partners(images: tuple, partners: tuple, suffixes: tuple):
+    """Refuses an image without its partner, and the reverse. images, partners: (what one is called, the
+    folder, {stem: file}); suffixes: of partners.
+    """
+    image, folder_of_images, own = images
+    partner, folder_of_partners, its = partners
+    for stem in sorted(own.keys() ^ its.keys()):
+        if stem in own:
+            wanted = f"{folder_of_partners / stem} with suffix {' or '.join(suffixes)}"
+            raise Refused(f"{image} {own[stem]} has no {partner}: add {wanted}")
+        remedy = f"add {folder_of_images / stem} or remove the {partner}"
+        raise Refused(f"{partner} {its[stem]} has no {image}: {remedy}")
 
 
 def _by_stem(folder, suffixes):
@@ -265,13 +271,19 @@ def check_shapes(triples: list, images: list, others: list):
 
 def mask_values(root: Path, values: list) -> np.ndarray:
     """The sorted distinct values of all masks, from those of each; a value's place is its class id."""
-    values = np.unique(np.concatenate(values))
+    values = distinct_values(root / "masks", values)
     if len(values) < 2:
         raise Refused(
             f"{root / 'masks'} holds the value {values[0]:g} alone: masks need background and a class"
         )
+    return values
+
+
+def distinct_values(folder: Path, values: list) -> np.ndarray:
+    """The sorted distinct values of the masks in a folder, from those of each."""
+    values = np.unique(np.concatenate(values))
     if len(values) > MAX_CLASSES:
-        raise Refused(f"{root / 'masks'} holds {len(values)} values: save class ids, without antialiasing")
+        raise Refused(f"{folder} holds {len(values)} values: save class ids, without antialiasing")
     return values
 
 

@@ -121,16 +121,9 @@ def fashion_mnist(wish):
     for name in ("train", "t10k"):
         images = _idx(root / f"{name}-images-idx3-ubyte.gz", own, 28, 28)  # uint8 [N, 28, 28]
         labels = _idx(root / f"{name}-labels-idx1-ubyte.gz", own)  # uint8 [N]
-        if len(images) != len(labels):
-            raise Refused(
-                f"{root} holds {len(images)} images and {len(labels)} labels named {name}: replace "
-                f"the two files"
-            )
-        if labels.max() > 9:
-            raise Refused(
-                f"{root}: a label of {name} is {labels.max()}, and Fashion-MNIST has 0 to 9: "
-                f"replace {name}-labels-idx1-ubyte.gz"
-            )
+        with refusing_unreadable(root, "Fashion-MNIST"):
+            if len(images) != len(labels) or labels.max() >= len(CLOTHES):
+                raise ValueError(f"images and labels named {name} don't match")
         parts.append((torch.from_numpy(images[:, None]), torch.from_numpy(labels)))
     return in_memory("fashion_mnist", wish, *parts, 10, classes=CLOTHES)
 

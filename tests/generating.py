@@ -8,7 +8,7 @@ import torch
 
 import strategies
 import train
-from harness.run_folder import read_checkpoint
+from harness.checkpoints import read as read_checkpoint
 from lowprec.precision import recipe
 from tasks import data
 from tasks.generation import TIMESTEPS

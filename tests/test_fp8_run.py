@@ -15,7 +15,7 @@ from torch import nn
 
 import strategies
 import train
-from harness.run_folder import read_checkpoint
+from harness.checkpoints import read as read_checkpoint
 from lowprec.layers import fp8, fp8_product
 from lowprec.layers.fp8 import FP8, Options
 from lowprec.precision import Precision, Recipe, recipe

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiments.log.definition import RUNS, run_key, run_label, typed_run
 from harness.files import read_json, read_lines, write_atomically
-from harness.run_folder import environment, read_metrics
+from harness.run_folder import environment
 from lowprec.errors import Refused
 
 MACHINE_KEYS = ("cpu", "gpu", "bf16", "torch", "python")
@@ -166,7 +166,7 @@ def _thinned(trace, most=11):
 
 def _curves(path, most=30):
     """(mean loss of the last tenth of the steps, {name: values} at about `most` steps, the last included)."""
-    rows = read_metrics(path)
+    rows = read_lines(path)
     if not rows:
         return 0.0, {}
     every = -(-len(rows) // most)

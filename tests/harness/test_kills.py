@@ -18,7 +18,7 @@ from cli import ROOT, assert_same, checkpoint, command, metrics, process, summar
 from rank_server import ask
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from harness.run_folder import read_checkpoint
+from harness.checkpoints import read as read_checkpoint
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 RUN = "--task classify --batch_size 8 --sample_every 0 --warmup 0 --threads 1".split()

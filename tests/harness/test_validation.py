@@ -10,7 +10,7 @@ import torch
 from cli import SEGMENT, after_step, assert_same, checkpoint, command, metrics, one_line, quick, summary
 
 import trainer
-from harness.run_folder import read_checkpoint
+from harness.checkpoints import read as read_checkpoint
 from harness.validation import Validation, steps_an_epoch
 from tasks import segment
 

@@ -336,8 +336,8 @@ BROKEN = {
     "extent": ({IMAGES: idx(np.zeros((20, 28, 27)))}, IMAGES, "[20, 28, 27]"),
     "fewer": ({LABELS: gzip.compress(RAW[:-3])}, LABELS, "fewer than the 20"),
     "trailing": ({LABELS: gzip.compress(RAW + b"\1")}, LABELS, "more than the 20"),
-    "label": ({LABELS: idx(np.full(20, 11))}, LABELS, "a label of train is 11"),
-    "count": ({LABELS: idx(np.zeros(19))}, "20 images and 19 labels", "named train"),
+    "label": ({LABELS: idx(np.full(20, 11))}, "named train don't match"),
+    "count": ({LABELS: idx(np.zeros(19))}, "named train don't match"),
     "missing": ({FILES[3]: None}, FILES[3], "apt-get install dataset-fashion-mnist"),
 }
 

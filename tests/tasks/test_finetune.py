@@ -10,8 +10,8 @@ import torch
 from cli import after_step, assert_same, checkpoint, command, metrics, one_line, summary
 
 import train
+from harness.checkpoints import read as read_checkpoint
 from harness.initial import perturb
-from harness.run_folder import read_checkpoint
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 

@@ -261,7 +261,7 @@ def test_folder_mistakes(tmp_path):
     refused("single image", "two", spec=spec)
     save(tmp_path / "b.png", grey(1))
     refused("beside class folders", spec=spec)
-    refused("is not a folder", tmp_path / "b.png", spec=f"{spec}/b.png")
+    refused("as a folder (Not a directory)", tmp_path / "b.png", spec=f"{spec}/b.png")
     refused("has no folders images and masks", spec=spec, targets="masks")
 
 

@@ -11,7 +11,7 @@ import cli
 import pytest
 import torch
 
-from harness.run_folder import read_checkpoint
+from harness.checkpoints import read as read_checkpoint
 
 # What a person would write: own data, net, flag, loss, scores, and a site of its own that the loss reads.
 MINE = '''

@@ -253,7 +253,7 @@ def test_folders_that_are_refused(how, tmp_path):
 def test_other_refusals(tmp_path):
     plant(tmp_path, clips=2, frames=3)
     common.refused(lambda: load(tmp_path, frames=4), "has 3 frames, and --frames is 4: give --frames 3")
-    common.refused(lambda: load(tmp_path / "nowhere"), "does not exist")
+    common.refused(lambda: load(tmp_path / "nowhere"), "as a folder (No such file")
     plant(tmp_path / "single", clips=1)
     common.refused(lambda: load(tmp_path / "single"), "holds a single clip: give at least two")
     for spec in ("digits", "sprites:x", "folder:", "nifti:x"):
