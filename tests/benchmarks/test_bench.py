@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import cli
 import pytest
 import rank_server
 import torch
@@ -27,8 +28,9 @@ SMALL = ["optimizers", "--parameters", "2000", "--layouts", "large"]
 
 
 @pytest.fixture(autouse=True)
-def eager():
-    """Not compiled: these tests are about the table, not about the kernels."""
+def eager(monkeypatch):
+    """Not compiled, of small nets: these tests are about the table, not about the kernels."""
+    cli.shorten(monkeypatch.setattr)
     with torch.compiler.set_stance("force_eager"):
         yield
 

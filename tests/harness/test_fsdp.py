@@ -23,7 +23,7 @@ ranks = rank_server.ranks
 RECIPES = {
     1: ["stochastic opt8bit"],
     2: ["fp32", "split", "stochastic opt4bit", "bf16 average", "norm island", "fp32 master"],
-    4: ["kahan+stochastic", "stochastic opt8bit", "sgd", "lion"],
+    4: ["kahan+stochastic", "sgd", "lion"],
 }
 
 

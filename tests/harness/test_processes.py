@@ -1,5 +1,6 @@
 """train.py on two processes, which share each batch: they learn what one process learns, and resume."""
 
+import shutil
 from pathlib import Path
 
 import cli
@@ -44,9 +45,9 @@ def test_they_train_what_one_does_and_resume(two, ranks):
     flags = [*QUICK, "--name", "two", "--checkpoint_every", 2]
     two(*flags, "--steps", 3)
     assert ranks.printed().count("real (floor)") == 1  # one rank speaks
+    shutil.copytree("runs/two", "runs/less")
     two(*flags, "--steps", 6)
     assert quick("--checkpoint_every", 2, name="one", steps=6) == 0
-    assert quick(name="less", steps=5) == 0
     assert difference("two", "one") < 1e-4 < difference("less", "one")
     assert [row["step"] for row in metrics("two")] == [2, 3, 4, 6]
     mine, other = metrics("two")[-1], metrics("one")[-1]

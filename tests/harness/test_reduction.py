@@ -42,7 +42,7 @@ def test_the_mean_is_that_of_rounded_gradients_rounded_once(world, dtype, ranks)
 
 
 def test_a_stochastic_reduction_is_unbiased_and_one_to_nearest_is_not(ranks):
-    steps, world = 400, 4
+    steps, world = 100, 4
     found = told(ranks, world, "over_steps", steps)
     of_rank = [fsdp_jobs.gradients(rank, torch.bfloat16) for rank in range(world)]
     exact = torch.stack([torch.cat([g.flatten() for g in own]) for own in of_rank]).double().mean(0)
@@ -76,12 +76,10 @@ def weights(name):
 
 @pytest.mark.parametrize("flags", RECIPES.values(), ids=RECIPES)
 def test_a_resumed_run_repeats_its_bits(flags, run, ranks):
-    whole = run(2, *flags, *LOW, "--steps", 6, name="whole")
-    assert whole == [0, 0], ranks_messages(ranks)
-    for steps in (3, 6):
-        assert run(2, *flags, *LOW, "--steps", steps) == [0, 0], ranks_messages(ranks)
+    for name, steps in (("whole", 4), ("on", 2), ("on", 4)):
+        assert run(2, *flags, *LOW, "--steps", steps, name=name) == [0, 0], ranks_messages(ranks)
     assert_same(weights("on"), weights("whole"))
-    assert run(2, *flags, *LOW[:2], "--steps", 6, name="nearest") == [0, 0]
+    assert run(2, *flags, *LOW[:2], "--steps", 4, name="nearest") == [0, 0]
     other = weights("nearest")
     assert any(not torch.equal(w, other[name]) for name, w in weights("on").items())
 

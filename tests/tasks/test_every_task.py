@@ -27,6 +27,7 @@ from cli import (
     summary,
 )
 
+import doctor
 from tasks.autoencoder import Autoencoder
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -100,6 +101,7 @@ def test_a_run_that_was_cut_equals_a_whole_one_and_is_drawn_from_and_examined(
     drawn = draw(monkeypatch, "runs/whole")["ema"]
     assert drawn | scores["ema"] == drawn
     capsys.readouterr()
+    monkeypatch.setattr(doctor, "FURTHER_STEPS", 3)
     assert command("--diagnose", "runs/whole") in (0, 1)
     assert told in " ".join(capsys.readouterr().out.split())
 

@@ -59,7 +59,7 @@ def trained(tmp_path_factory):
         fit = tasks.metrics.fit_feature_net  # of 16x16 digits: a minute for a score that no test reads
         patch.setattr("tasks.metrics.fit_feature_net", lambda *args: fit(*args[:4], 2))
         curved = "--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.95"
-        assert command(*steps(60), *curved.split()) == 0
+        assert command(*steps(40), *curved.split()) == 0
         dit = "--name dit --model dit --size tiny/4 --velocity noise-clean --image_size 16 --pure_bf16 "
         dit += "--optimizer torchastic --ema_decay 0.5 --lr 3e-2 --guidance 3"
         assert command(*steps(2), *dit.split()) == 0
@@ -116,7 +116,7 @@ def test_one_step_of_the_student_lands_nearer_to_the_teachers_end_than_one_of_th
     flags = (
         "--pairs 128 --teacher_steps 6 --batch_size 16 --lr 3e-3 --ema_decay 0.95 --sample_steps 1".split()
     )
-    assert student(*flags, steps=60) == 0
+    assert student(*flags, steps=40) == 0
     noise, labels = Rng(99).normal(100, 1, 8, 8), torch.arange(100) % 10  # noise that was in no pair
     end = drawer(TEACHER)(labels, noise, 20)
     of_teacher, of_student = (rmse(drawer(path)(labels, noise, 1), end) for path in (TEACHER, "runs/run"))
