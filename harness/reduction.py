@@ -107,8 +107,9 @@ class StochasticMean:
             start, stop = max(begin, first), min(end, last)
             if start < stop:
                 place = self.starts[p] + start - begin
-                row = table.add([0.0], key_words(seed, self.step(), place, Noise.REDUCE))
-                rows.append((row, start - first, stop - first))
+                rows.append((len(table.keys), start - first, stop - first))
+                table.numbers.append([0.0])
+                table.keys.append([*key_words(seed, self.step(), place, Noise.REDUCE), 0])
             begin = end
         if rows:
             table.fill()
