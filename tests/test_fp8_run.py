@@ -207,7 +207,8 @@ def test_the_summary_tells_the_noise_of_fp8_gradients(tmp_path, monkeypatch):
 
 
 def test_resume_is_bit_exact(tmp_path, monkeypatch):
-    flags = "--fp8 --fp8_recipe delayed --amax_history_len 3 --pure_bf16 --stochastic --accumulate 2"
+    flags = "--fp8 --fp8_recipe delayed --amax_history_len 3 --pure_bf16 --stochastic --accumulate 2 "
+    flags += "--samples 2 --sample_steps 1"
 
     def run(folder, *steps):
         (tmp_path / folder).mkdir()

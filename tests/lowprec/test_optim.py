@@ -24,7 +24,6 @@ from common import (
 )
 from torch import nn
 
-from lowprec.errors import Refused
 from lowprec.kernels import exact_step
 from lowprec.optimizers import build
 from lowprec.optimizers.adafactor import Adafactor
@@ -216,11 +215,6 @@ def test_closure_is_called_with_gradients_on():
         return loss
 
     assert optimizer.step(closure).item() == 3 and (p < 1).all()
-
-
-def test_other_dtypes_are_refused():
-    with pytest.raises(Refused, match="fp32 and bf16"):
-        AdamW([nn.Parameter(torch.ones(3, dtype=torch.float16))])
 
 
 # ---- State -------------------------------------------------------------------------------------------------

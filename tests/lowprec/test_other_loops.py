@@ -318,10 +318,6 @@ def test_numbers_that_make_no_sense(options):
     refused(lambda: Precision(net(), recipe(), **options), f"{name}=")
 
 
-def test_nothing_to_train():
-    refused(lambda: Precision(net().requires_grad_(False)), "no parameter has requires_grad=True")
-
-
 def test_an_optimiser_that_asks_for_a_closure():
     refused(lambda: Precision(net(), optimizer=torch.optim.LBFGS), "LBFGS asks for a closure")
 
