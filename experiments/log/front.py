@@ -81,8 +81,8 @@ def apart_mark(experiment, known):
 
 
 def has_begun(experiment, known):
-    """Whether an experiment has a record of its own."""
-    return any(key[0] == experiment.number for key in known)
+    """Whether an experiment has a record of its own, or a verdict on what is no run of train.py."""
+    return bool(experiment.verdict) or any(key[0] == experiment.number for key in known)
 
 
 def missed_told(experiments, root_name):
