@@ -228,18 +228,24 @@ def check_origin(wanted, before, said="", draws=False):
 
     said: the flag that names them.
     """
-    trained = None
-    if before:
-        trained = before.sparse24
-    if draws and wanted.sparse24 == "srste" and trained != "srste":
-        raise Refused("--sparse24 srste trains with the mask: --sample takes --sparse24 magnitude")
-    if not draws and wanted.sparse24 == "magnitude" and not before:
-        raise Refused(
+    # (whether it draws, what is wanted): (what the weights may not be trained with, None for new ones, why)
+    lines = {
+        (True, "srste"): (
+            (None, "none", "magnitude"),
+            "--sparse24 srste trains with the mask: --sample takes --sparse24 magnitude",
+        ),
+        (False, "magnitude"): (
+            (None,),
             "--sparse24 magnitude prunes trained weights: add --finetune RUN, or --sample RUN to draw; "
-            "--sparse24 srste trains from the first step"
-        )
-    if not draws and wanted.sparse24 == "none" and trained == "srste":
-        raise Refused(
+            "--sparse24 srste trains from the first step",
+        ),
+        (False, "none"): (
+            ("srste",),
             f"{said} was trained with --sparse24 srste, whose forward reads two of four weights: "
-            f"add --sparse24 magnitude or srste"
-        )
+            "add --sparse24 magnitude or srste",
+        ),
+    }
+    refused, line = lines.get((draws, wanted.sparse24), ((), ""))
+    trained = before.sparse24 if before else None
+    if trained in refused:
+        raise Refused(line)

@@ -129,6 +129,10 @@ class OneRank:
         """{parameter: 2-norm of its gradient, fp32, 0-dim}. grads: {parameter: tensor}."""
         return dict(zip(grads, torch._foreach_norm(list(grads.values()), dtype=torch.float32), strict=True))
 
+    def lasting_parameters(self, net):
+        """(name, parameter) of those that are the same in a step and between steps."""
+        return net.named_parameters()
+
     def copy(self, run, values):
         return copied(run.model)
 
@@ -455,9 +459,7 @@ class Precision:
 
     def _refuse_new(self):
         """Raise Refused where the model has a parameter that came after Precision."""
-        if self.spread:  # its parameters are others in a step and between steps
-            return
-        for name, p in self.model.named_parameters():
+        for name, p in self.ranks.lasting_parameters(self.model):
             if p.requires_grad and p not in self._parameters:
                 raise Refused(
                     f"parameter {name} was put into the model after Precision was made, and would never be "

@@ -240,8 +240,7 @@ class RoundedAnswers(Answers):
 
     @torch.no_grad()
     def set_exact(self, p, value):
-        if not p.is_meta:  # shapes alone have no values to write
-            write_weight(value.to(p.device, torch.float32), local_tensor(p), self.low_part(p))
+        write_weight(value.to(p.device, torch.float32), local_tensor(p), self.low_part(p))
 
     def nbytes(self):
         """{site: bytes} of the state as allocated: the moments, kahan and master; of a tensor that is spread

@@ -210,8 +210,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         settle_vector_math()
         check_choice("update", update, ("nearest", "stochastic", "eco"))
         check_choice("master", master, ("none", *WAY_OF_MASTER))
-        if not isinstance(kahan, bool):
-            raise Refused(f"kahan={kahan!r}: True or False")
+        check_choice("kahan", kahan, (False, True))
         if not isinstance(seed, int):
             raise Refused(f"seed={seed!r}: a whole number")
         self.update, self.kahan, self.master = update, kahan, master

@@ -126,6 +126,9 @@ class NetRanks(Part):
 
     # -- weights
 
+    def lasting_parameters(self, net):
+        return ()  # fully_shard has others in a step
+
     def gathered(self, values):
         """{name: whole tensor} on the first rank, on the CPU; {} on the others. values: {name: a DTensor, a
         part of a parameter of this name, or a whole tensor}.
