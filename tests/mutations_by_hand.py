@@ -255,7 +255,7 @@ LOWPREC = (
         "",
         "lambda run: run.options.accumulate > 1",
         "lambda run: run.options.accumulate > 2",
-        ("lowprec/test_rules.py", "lowprec/test_release.py refused_with"),
+        ("lowprec/test_rules.py",),
     ),
     ByHand(
         "bytes-of-sums-halved",

@@ -106,11 +106,11 @@ KINDS = {
 
 def trained(kinds, steps=5, dtype=torch.bfloat16, spoilt=False, optimizer=AdamW):
     """[tensor]: weights and states after some steps of tensors of many sizes."""
-    shapes = (60, 231), (4096,), (5000,), (33, 17), (7,), (2**15 + 300,)
+    shapes = (60, 231), (4096,), (5000,), (33, 17), (7,), (2**16 + 300,)
     weights = [draw(*shape, seed=i, scale=0.05).to(dtype) for i, shape in enumerate(shapes)]
     params = [torch.nn.Parameter(weight) for weight in weights]
     optimizer = optimizer(params, lr=1e-3, weight_decay=0.1, seed=3, **{"update": "stochastic", **kinds})
-    optimizer.PIECE = 1 << 14  # so that the largest tensor has three
+    optimizer.PIECE = 1 << 15  # so that the largest tensor has three, which threads share
     for at in range(steps):
         for i, p in enumerate(params):
             size = 10 ** (-6 * torch.rand(p.shape, generator=torch.Generator().manual_seed(at)))
