@@ -14,7 +14,7 @@
 import dataclasses
 import math
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,6 @@ class FP8(Coverage):
         self.multiple = options.multiple
         self.generation = generation
         self.swaps = []  # see swap.swapped
-        self.on = False  # whether the layers multiply in FP8
         backend = options.backend
         self.functional_by = "emulate"
         if options.plan:
@@ -87,7 +86,6 @@ class FP8(Coverage):
         self.on = True
 
     def switch(self, on):
-        """Let the converted layers multiply in FP8, or as they came."""
         for parent, attribute, linear, low in self.swaps:
             setattr(parent, attribute, low if on else linear)
         for name, scaling in self.bare.items():
@@ -138,18 +136,6 @@ class FP8(Coverage):
         import transformer_engine.pytorch as te
 
         return te.autocast(enabled=True, recipe=self.te_recipe)
-
-    @contextmanager
-    def plain(self, model):
-        """Within it, `model` (the one converted) has its nn.Linear back and multiplies without FP8; copies
-        made in it stay so.
-        """
-        was_on = self.on
-        self.switch(False)
-        try:
-            yield
-        finally:
-            self.switch(was_on)
 
     def observe(self, on):
         """Count, from now on or no longer, what the casts of this file's layers round to 0 and clip."""

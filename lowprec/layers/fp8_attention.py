@@ -8,7 +8,6 @@ fp32. torch has no kernel for it: the same 8-bit operands are multiplied in fp32
 """
 
 import math
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -94,17 +93,12 @@ class FP8Attention(Method):
         return cls(run.model)
 
     def convert(self, model):
-        for layer in self.layers.values():
-            layer.by = attend_in_fp8
+        self.switch(True)
 
-    @contextmanager
-    def plain(self, model):
+    def switch(self, on):
         for layer in self.layers.values():
-            layer.by = None
-        try:
-            yield
-        finally:
-            self.convert(model)
+            layer.by = attend_in_fp8 if on else None
+        self.on = on
 
     def observe(self, on):
         self.counts = None

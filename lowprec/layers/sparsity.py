@@ -164,7 +164,7 @@ class Sparse24(Method):
                 "never 2:4; use --model dit or a generative unet"
             )
         if mode == "srste":
-            self._set_class(MaskedLinear)
+            self.switch(True)
         else:
             self._prune()
 
@@ -177,10 +177,11 @@ class Sparse24(Method):
         super().ready(run)
         self.low_part = run.optimizer.low_part
 
-    def _set_class(self, kind):
+    def switch(self, on):
         # the parameter and its name stay: checkpoints and averages are those of a dense run
         for module in self.layers.values():
-            module.__class__ = kind
+            module.__class__ = MaskedLinear if on else nn.Linear
+        self.on = on
 
     @torch.no_grad()
     def _prune(self):
@@ -225,18 +226,6 @@ class Sparse24(Method):
                 low.masked_fill_(~mask, 0)
 
     # -- reading the weights
-
-    @contextlib.contextmanager
-    def plain(self, model):
-        """Within it, `model` (the one attached to) multiplies by its dense weights; copies made in it stay
-        so.
-        """
-        kind = type(next(iter(self.layers.values())))
-        self._set_class(nn.Linear)
-        try:
-            yield
-        finally:
-            self._set_class(kind)
 
     def values(self, values):
         """{name: tensor} with the covered weights pruned to the two of four largest by their own magnitudes;

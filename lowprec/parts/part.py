@@ -5,7 +5,7 @@ the loss scale of fp16, sums of micro-batches. A new one is a class with the pla
 precision.PARTS.
 """
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -140,6 +140,20 @@ class Method(Part):
     """A part that changes how layers of the net multiply: FP8, 2:4 sparsity, 8-bit generation. The net is
     called in its `context`.
     """
+
+    on = False  # whether layers multiply by it now
+
+    def switch(self, on):
+        """Let the layers multiply by it, or as they came."""
+
+    @contextmanager
+    def plain(self, net):
+        was_on = self.on
+        self.switch(False)
+        try:
+            yield
+        finally:
+            self.switch(was_on)
 
     def ready(self, run):
         if any(isinstance(module, nn.TransformerEncoderLayer) for module in run.model.modules()):
