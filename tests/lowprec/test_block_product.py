@@ -271,7 +271,7 @@ def test_nets_that_can_not_are_told_which_layer_and_why():
         (odd, dict(fp4="mxfp4"), "'0' is left out (40 outputs: no multiple of 32)"),
         (odd, block, "'0' is left out (96 inputs and 40 outputs: no multiple of 128)"),
         (net(), dict(fp4="nvfp4", fp4_keep="last:2"), "0 blocks"),
-        (dit(), dict(fp4="nvfp4", fp4_keep="last:99"), "leaves none of them in FP4"),
+        (dit(), dict(fp4="nvfp4", fp4_keep="last:99"), "leaves none in FP4"),
         (net(), by_torchao, "compute capability 10.0 or later; here works --fp8_backend emulate"),
         (net(), dict(fp4="nvfp4", fp4_backend="torchao"), "capability 10.0 or later; use --fp4_backend emul"),
     ]
