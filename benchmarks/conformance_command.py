@@ -240,7 +240,7 @@ def exit_status(rows):
 
 
 def table_with(name):
-    """Which table of docs/evidence.md has a subject's column."""
+    """Which table of docs/evidence-tables.md has a subject's column."""
     if "ema" in name:
         return "averages"
     if name in PEER_CLASSES:
@@ -249,7 +249,7 @@ def table_with(name):
     return "ours, others" if "optimizer" in flags else "ours, AdamW"
 
 
-# {a table of docs/evidence.md: whose columns it has}
+# {a table of docs/evidence-tables.md: whose columns it has}
 SUBJECTS_OF_TABLES = {
     "ours, AdamW": [],
     "ours, others": [],
@@ -276,9 +276,9 @@ def table(rows, names):
     return markdown(["check", *names], lines)
 
 
-TABLES = {"docs/evidence.md": {}}
+TABLES = {"docs/evidence-tables.md": {}}
 for name, columns in SUBJECTS_OF_TABLES.items():
-    TABLES["docs/evidence.md"][name] = of_record(partial(table, names=columns), "cpu-conformance")
+    TABLES["docs/evidence-tables.md"][name] = of_record(partial(table, names=columns), "cpu-conformance")
 
 NAMES_HELP = (
     f"{', '.join(SUBJECT_NAMES)}; all (default): all of these that are installed; or a class as "

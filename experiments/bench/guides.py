@@ -2,8 +2,8 @@
 
     python bench.py guides --threads 1 --out experiments/bench/cpu-guides.json
 
-docs/evidence.md has the statements. Predictions, written before the first run, and committed after one of a
-single step, which tells `bare` and `attention` whole:
+docs/evidence-tables.md has the statements. Predictions, written before the first run, and committed after one
+of a single step, which tells `bare` and `attention` whole:
 loading: data of this size lie in memory. The default run waits for them in under 3 % of a step without
     workers, and two workers save less than that.
 casting: under autocast an input that was cast to bf16 by hand costs a step less than 5 %, either way.
@@ -22,8 +22,8 @@ divergence: at 300 times its rate AdamW in pure bf16 ends its steps with a loss 
     size; the usual rate does.
 conditions: a net that sees a blurred image beside the noise has a smaller loss, and its last weights lose by
     rounding what others lose: within 0.5 % of fp32 when written stochastically, 0.3 to 6 % above it when
-    written to nearest. (Missed, see docs/evidence.md. Averaged weights, and the net that sees noise alone,
-    came after the first run, to see why.)
+    written to nearest. (Missed, see docs/evidence-tables.md. Averaged weights, and the net that sees noise
+    alone, came after the first run, to see why.)
 ranges: with images in 0 to 1 in place of -1 to 1 a net in fp32 draws as many values outside of the range,
     between 20 and 60 %, most of them by less than a tenth of the range: digits are mostly black, and an error
     goes either way. So the clamp makes many values black or white in a sound training, and is no sign of a
@@ -400,7 +400,7 @@ GUIDE_TEXTS = {  # question: (what guides say, whether it holds)
 
 
 def docs_table(rows):
-    """What docs/evidence.md shows."""
+    """What docs/evidence-tables.md shows."""
     lines = []
     for question, (said, verdict) in GUIDE_TEXTS.items():
         own = [row for row in rows if row["question"] == question]
@@ -409,7 +409,7 @@ def docs_table(rows):
     return markdown(["the guides say", "measured here", "holds?"], lines)
 
 
-TABLES = {"docs/evidence.md": {"guides": of_record(docs_table, "cpu-guides")}}
+TABLES = {"docs/evidence-tables.md": {"guides": of_record(docs_table, "cpu-guides")}}
 
 COMMAND = Command(
     "guides",
