@@ -507,10 +507,9 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
                 raise Refused("the step of a state was deleted: restore it, or clear the whole state")
             step = self.state[first]["step"] + 1
             decay = 1 - float(group["lr"]) * group["weight_decay"]
-            if not math.isfinite(decay):
-                rate = f"lr={float(group['lr'])} and weight_decay={group['weight_decay']}"
-                raise Refused(f"{rate}: no step can be taken with them; look at the schedule")
             numbers = self.numbers(group, step)
+            if not math.isfinite(decay) or any(map(math.isnan, numbers)):
+                self.check_group(group)  # a schedule divides by 0, say
             parts = []
             for start, end, position, ahead in piece.rows(piece.writing.at_once):
                 parts.append(Part(len(table.keys), start, end))

@@ -6,6 +6,7 @@ with a scale a block, it does not know. A checkpoint has a moment under its name
 
 import copy
 import dataclasses
+import math
 
 import torch
 
@@ -270,7 +271,7 @@ class KeptState:
             self._encode_old(p, name, saved)
         for name in [*own, *saved]:
             here, there = own.get(name), saved.get(name)
-            if not (holds(here, there) or name == "step" and there is not None):
+            if not (holds(here, there) or name == "step" and counts(there)):
                 differs = f"{name} is {described(there)} there, and {described(here)} here"
                 wrong = f"optimiser state of parameter {number}: {differs}"
                 raise Refused(f"{wrong}: it was written by another model or recipe")
@@ -302,17 +303,25 @@ class KeptState:
 def holds(view, t):
     """Whether a view of the state can hold the values of t, which nothing is lost of."""
     both = torch.is_tensor(t) and torch.is_tensor(view)
-    if not both or (t.shape, t.is_meta) != (view.shape, view.is_meta) or was_freed(t):
+    if not both or (t.shape, t.layout, t.is_meta) != (view.shape, view.layout, view.is_meta) or was_freed(t):
         return False
-    both_float = t.is_floating_point() and view.is_floating_point()
+    both_float = t.is_floating_point() and view.is_floating_point() and t.itemsize > 1
     widens = both_float and torch.promote_types(t.dtype, view.dtype) == view.dtype
     return t.dtype == view.dtype or widens
 
 
+def counts(t):
+    """Whether t is a number of steps."""
+    one = isinstance(t, int | float) or torch.is_tensor(t) and t.numel() == 1
+    return one and 0 <= float(t) < math.inf
+
+
 def described(t):
-    """A tensor of a state, in words: its dtype and shape."""
+    """What is in a state, in words: of a tensor its dtype and shape."""
     if t is None:
         return "missing"
+    if isinstance(t, int | float):
+        return str(t)
     if not torch.is_tensor(t):
         return f"a {type(t).__name__}"
     dtype = str(t.dtype).removeprefix("torch.")

@@ -251,14 +251,15 @@ def test_a_frozen_parameter_has_no_state_before_its_first_gradient():
     assert optimizer.state[later]["step"] == 1 and optimizer.state[trained]["step"] == 2
 
 
-def test_a_rate_that_becomes_no_number_is_refused():
+@pytest.mark.parametrize("option, value", [("lr", math.nan), ("betas", (math.nan, 0.9)), ("eps", math.nan)])
+def test_an_option_that_becomes_no_number_is_refused(option, value):
     p = parameter()
     optimizer = stepped(AdamW, [p])
-    optimizer.param_groups[0]["lr"] = math.nan
+    optimizer.param_groups[0][option] = value
     before = p.detach().clone()
-    refused(optimizer.step, "lr=nan", "schedule")
+    refused(optimizer.step, f"{option}={value}")
     assert torch.equal(p, before)
-    refused(lambda: AdamW([parameter()]).load_state_dict(optimizer.state_dict()), "lr=nan")
+    refused(lambda: AdamW([parameter()]).load_state_dict(optimizer.state_dict()), f"{option}={value}")
 
 
 def test_options_that_a_wrapper_puts_into_each_group_are_taken_where_they_are_the_same():
@@ -327,6 +328,12 @@ def test_a_refused_state_leaves_all_of_the_old_one():
     other = stepped(AdamW, [parameter(shape=shape) for shape in ((4, 4), (2, 8))]).state_dict()
     differs = "exp_avg is float32 [2, 8] there, and float32 [4, 4] here"
     refused(lambda: optimizer.load_state_dict(other), differs)
+    other = copy.deepcopy(before)
+    other["state"][0]["exp_avg"] += 1
+    other["state"][1]["step"] = math.nan
+    refused(lambda: optimizer.load_state_dict(other), "step is nan there, and 1 here")
+    other["state"][1] = {**before["state"][1], "exp_avg": torch.zeros(4, 4).to(torch.float8_e4m3fn)}
+    refused(lambda: optimizer.load_state_dict(other), "exp_avg is float8_e4m3fn")
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     for i, saved in before["state"].items():
