@@ -11,6 +11,7 @@ process, whose workers are forks; ["wait", number] with an exit status, negative
 end is killed. What ranks print is in a file beside that of their messages. Kernels are not compiled.
 """
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -47,7 +48,14 @@ def run(words, environment, messages):
 
 
 def code(text, messages):
-    return forked(lambda: exec(text, {}), {}, messages)
+    def act():
+        atexit._clear()  # what this process has registered
+        try:
+            exec(text, {})
+        finally:
+            atexit._run_exitfuncs()
+
+    return forked(act, {}, messages)
 
 
 def bound(words, folder, messages):
