@@ -147,11 +147,12 @@ def train(given, command, dry=False, whole_ledger=False):
         run = run.replaced(batch_size=batch_size.chosen_batch_size(Trainer, run, dry))
     trainer = Trainer(run, command, dry=dry)
     if trainer.ranks.main:
+        of_a_rank = [trainer.line_of_a_rank()] if dry and trainer.config.fsdp else []
         ledger = trainer.precision.ledger()
         print_head(trainer, ledger)
         print_ledger(ledger, trainer.kind.sites, whole=dry or whole_ledger)
-        if dry and trainer.config.fsdp:
-            print(trainer.line_of_a_rank())
+        for line in of_a_rank:
+            print(line)
         every, params = trainer.validation.every, trainer.precision.params
         advice = advice_lines(trainer.config, trainer.recipe, trainer.device, every, params)
         for line in [*trainer.notes, *trainer.task.notes(), *advice]:

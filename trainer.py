@@ -168,8 +168,6 @@ class Trainer:
         )
         if c.finish and not self.draws:
             exact_end.check(run, finish_of(c.finish)[0])
-        if c.fsdp and not self.draws:
-            refuse_whole(run.optimizer, run.optimizer_name)
         run.view_of_model.example = self.task.example()
         if c.checkpoint_activations:
             recompute(run.model)
@@ -191,6 +189,7 @@ class Trainer:
         """What a rank of --fsdp is to hold, a line: of as many as were started, or of several numbers of them
         where this is one.
         """
+        refuse_whole(self.precision.optimizer, self.precision.optimizer_name)
         worlds = ledger.WORLDS_SHOWN
         if self.ranks.world > 1:
             worlds = [self.ranks.world]

@@ -356,14 +356,13 @@ class Cast:
             for module in _with_buffers_alone(model):
                 if module not in around:
                     module.register_forward_hook(AsGiven(), with_kwargs=True)
+        for module in within:
+            around.pop(module, None)
         for module, dtype in around.items():
-            if module in within:
-                continue
             module.register_forward_pre_hook(Into(dtype), with_kwargs=True)
-            if module not in fp32_outputs:
-                module.register_forward_hook(OutOf(weights))
-        for module in fp32_outputs:
-            module.register_forward_hook(OutOf(torch.float32))
+        outputs = {**dict.fromkeys(around, weights), **dict.fromkeys(fp32_outputs, torch.float32)}
+        for module, dtype in outputs.items():
+            module.register_forward_hook(OutOf(dtype))
 
     def undo(self, net: nn.Module) -> nn.Module:
         """Take the border casts out of `net`, a copy of the model; other people's hooks stay."""
