@@ -250,7 +250,10 @@ def run_experiment(experiment, args):
     with tempfile.TemporaryDirectory() if args.check else contextlib.nullcontext(args.runs) as runs:
         todo = planned_runs(arms, seeds, done, runs)
         if args.dry_run:
-            print("\n".join(typed_run(arm, seed, args.runs) for arm, seed in todo) or "all recorded")
+            every = todo or planned_runs(arms, seeds, set(), runs)
+            print("\n".join(typed_run(arm, seed, args.runs) for arm, seed in every))
+            if not todo:
+                print("all recorded: --check runs them again beside their records", file=sys.stderr)
             return 0
         wanted = {run_key(arm, seed) for arm in arms for seed in seeds}
         missing = sorted(wanted - set(known))
