@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import os
 import re
 import shutil
@@ -297,10 +296,10 @@ class Fork:
 
     def start(self):
         self.number = ask("run", self.words, {}, self.log)
+        self.sentinel = os.pidfd_open(self.number)
 
-    @functools.cached_property
-    def exitcode(self):
-        return ask("wait", self.number)
+    def join(self):
+        self.exitcode = ask("wait", self.number)
 
 
 def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
