@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.freeze()  # what was imported is no garbage: no collection looks through it
     # libraries that tests import later are a million objects more
-    gc.set_threshold(10_000, 10, 50)
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)
