@@ -526,7 +526,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         all is there.
         """
         piece, parts, params = work.piece, work.parts, work.piece.params
-        grads = [grad_of(p) for p in params]
+        grads = [grad_of(p).resolve_neg() for p in params]  # kernels read memory, not torch's mark on it
         for p in params:
             self.state[p]["step"] = work.step
         if isinstance(grad_scale, dict):

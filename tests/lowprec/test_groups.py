@@ -237,6 +237,13 @@ def test_no_step_is_taken_of_tensors_that_are_not_those_of_the_state(kind, how, 
     refused(optimizer.step, "parameter 0 of group 0")
 
 
+def test_a_gradient_that_is_negated_by_a_mark_alone_is_read_so():
+    p = parameter()
+    p.grad = torch._neg_view(p.grad)  # as the imaginary part of a conjugate is
+    AdamW([p], lr=0.1).step()
+    assert (p > 1).all()
+
+
 def test_a_frozen_parameter_has_no_state_before_its_first_gradient():
     frozen = [nn.Parameter(torch.zeros(4, 4).to(dtype), False) for dtype in (torch.float16, torch.uint8)]
     later, trained = parameter(shape=(4, 4)), parameter(shape=(4, 4))
