@@ -467,8 +467,8 @@ TASKS = (
         "last-batch-of-masks-alone",
         "tasks/segment.py",
         "Segment._confusion",
-        "counts = counts + metrics.confusion(",
-        "counts = metrics.confusion(",
+        "counts = counts + metrics.confusion(predicted, masks",
+        "counts = metrics.confusion(predicted, masks",
         ("tasks/test_segment.py",),
     ),
     ByHand(
