@@ -289,7 +289,7 @@ def refuse_changed_code(todo):
 
 def partners(experiment, arm):
     """The arms whose records stand in a pair with this one's."""
-    pairs = [(a.source, experiment.arm(a.baseline).source) for a in experiment.arms]
+    pairs = [(a.source, a.base.source) for a in experiment.arms]
     found = [other for pair in pairs if arm in pair for other in pair if other is not arm]
     return list(dict.fromkeys(found))
 
@@ -366,12 +366,11 @@ def tell_checks(experiment, args, again, known, bar):
                 found[arm, seed] = records.compare_records(arm, known[run_key(arm.source, seed)], record)
     paired = set()
     for (arm, seed), (same, _) in list(found.items()):
-        base = experiment.arm(arm.baseline)
+        base = arm.base
         if same is None and base is not arm and (base, seed) in found:
             new = [again[run_key(one.source, seed)] for one in (arm, base)]
             own, its = map(records.figure_of_record, new, (arm.metric, base.metric))
-            was = gaps(experiment, arm, base, known)
-            found[arm, seed] = records.compare_gaps(arm, was, own - its, seed)
+            found[arm, seed] = records.compare_gaps(arm, gaps(arm, known), own - its, seed)
             paired.add((base, seed))
     for (arm, seed), (same, said) in found.items():
         if same is None and (arm, seed) in paired:
@@ -383,9 +382,9 @@ def tell_checks(experiment, args, again, known, bar):
     return int(not all(same or key in paired for key, (same, _) in found.items()))
 
 
-def gaps(experiment, arm, base, known):
+def gaps(arm, known):
     """{seed: score of an arm minus its baseline's}, of runs that did not diverge."""
-    own, its = (scores_by_seed(experiment, one, known) for one in (arm, base))
+    own, its = scores_by_seed(arm, known), scores_by_seed(arm.base, known)
     found = {seed: own[seed] - its[seed] for seed in own if seed in its}
     return {seed: gap for seed, gap in found.items() if math.isfinite(gap)}
 

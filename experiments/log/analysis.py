@@ -42,40 +42,40 @@ def score(record, metric, lower_is_better):
     return math.inf if lower_is_better else -math.inf
 
 
-def records_of(experiment, arm, known):
+def records_of(arm, known):
     """{seed: record} of the runs that an arm's scores are read from, in the order of the seeds."""
     found = {}
-    for seed in experiment.seeds:
+    for seed in arm.experiment.seeds:
         record = known.get(run_key(arm.source, seed))
         if record is not None:
             found[seed] = record
     return found
 
 
-def scores_by_seed(experiment, arm, known):
+def scores_by_seed(arm, known):
     """{seed: score} of an arm, in the order of the seeds."""
     found = {}
-    for seed, record in records_of(experiment, arm, known).items():
+    for seed, record in records_of(arm, known).items():
         figure = score(record, arm.metric, arm.lower_is_better)
         if figure is not None:
             found[seed] = figure
     return found
 
 
-def finite_scores(experiment, arm, known):
-    return [v for v in scores_by_seed(experiment, arm, known).values() if math.isfinite(v)]
+def finite_scores(arm, known):
+    return [v for v in scores_by_seed(arm, known).values() if math.isfinite(v)]
 
 
-def comparison(experiment, arm, known):
+def comparison(arm, known):
     """(pairs, stats.Equivalence, or None with fewer than two) of an arm against its baseline."""
-    own = scores_by_seed(experiment, arm, known)
-    base = scores_by_seed(experiment, experiment.arm(arm.baseline), known)
+    own = scores_by_seed(arm, known)
+    base = scores_by_seed(arm.base, known)
     paired = differences(own, base)
     if len(paired) < 2:
         return len(paired), None
-    due, level = look_of(experiment, len(paired))
+    due, level = look_of(arm.experiment, len(paired))
     result = stats.equivalence(paired, arm.margin, level, lower_is_better=arm.lower_is_better)
-    if experiment.looks and len(paired) != due:
+    if arm.experiment.looks and len(paired) != due:
         result = dataclasses.replace(result, verdict=WAITING_VERDICT)
     return len(paired), result
 
@@ -117,13 +117,13 @@ def is_loss(metric):
     return metric.rpartition(".")[2] in (*LOSS_SCORES, "loss_by_timestep")
 
 
-def shown_margin(experiment, arm, result):
+def shown_margin(arm, result):
     """The margin that a row shows: the planned one, if its reason was written down, else the one that was
     reached. A reason speaks of the experiment's own score, or of losses where that is one.
     """
-    own, first = arm.metric, experiment.metric
+    own, first = arm.metric, arm.experiment.metric
     same_score = own.rpartition(".")[2] == first.rpartition(".")[2] or (is_loss(own) and is_loss(first))
-    return arm.margin if experiment.margin_reason and same_score else result.achieved
+    return arm.margin if arm.experiment.margin_reason and same_score else result.achieved
 
 
 def task_of_arm(arm):
@@ -143,28 +143,28 @@ def diverged(record):
     return DIVERGED.search(record.get("failed", "")) is not None
 
 
-def loss_comparison(experiment, arm, known, weights=None):
+def loss_comparison(arm, known, weights=None):
     """(what it is, pairs, stats.Equivalence or None) of an arm's loss against its baseline's, in percent.
 
     As loss_changes; None where a run diverged, or where the two train on different tasks.
     """
-    kind, found = loss_changes(experiment, arm, known, weights)
+    kind, found = loss_changes(arm, known, weights)
     changes = list(found.values())
     if len(changes) < 2 or not all(map(math.isfinite, changes)):
         return kind, len(changes), None
-    _, level = look_of(experiment, len(changes))
-    return kind, len(changes), stats.equivalence(changes, experiment.loss_margin or 1.0, level)
+    _, level = look_of(arm.experiment, len(changes))
+    return kind, len(changes), stats.equivalence(changes, arm.experiment.loss_margin or 1.0, level)
 
 
-def loss_changes(experiment, arm, known, weights=None):
+def loss_changes(arm, known, weights=None):
     """(what it is, {seed: change in percent}) of an arm's loss against its baseline's, paired as scores are.
 
     weights: those whose loss is read; those of each arm's own score where none are named. A change that can't
     be told is NaN: of runs that diverged, and of two tasks, which have two losses.
     """
-    base_arm = experiment.arm(arm.baseline)
-    own_records = records_of(experiment, arm, known)
-    base_records = records_of(experiment, base_arm, known)
+    base_arm = arm.base
+    own_records = records_of(arm, known)
+    base_records = records_of(base_arm, known)
     own_losses = losses(finished(own_records), weights or weights_of_score(arm))
     base_losses = losses(finished(base_records), weights or weights_of_score(base_arm))
     kind, own, base = of_one_kind(own_losses, base_losses)
@@ -202,17 +202,17 @@ def column_of(table, place):
 SLIGHTLY_WORSE = "slightly worse"
 
 
-def verdict_by_rule(experiment, arm, known):
+def verdict_by_rule(arm, known):
     """The verdict of an arm, by the score and by the loss.
 
     An arm whose score is equal to the baseline's, or not shown to differ, is "slightly worse" where its loss
     is shown to be higher, and where its score is worse by less than the margin; at the level of its look.
     """
-    pairs, result = comparison(experiment, arm, known)
+    pairs, result = comparison(arm, known)
     said = verdict(pairs, result)
     if said not in ("equal", "undecided"):
         return said
-    if is_on_the_worse_side(loss_comparison(experiment, arm, known)[2]):
+    if is_on_the_worse_side(loss_comparison(arm, known)[2]):
         return SLIGHTLY_WORSE
     if said == "equal" and is_on_the_worse_side(result, arm.lower_is_better):
         return SLIGHTLY_WORSE
@@ -227,11 +227,11 @@ def is_on_the_worse_side(result, lower_is_better=True):
 # ---- The harm of rounding to nearest -----------------------------------------------------------------------
 
 
-def nearest_of(experiment, arm):
+def nearest_of(arm):
     """The arm that rounds to nearest beside this one: its flags are those of the baseline and --pure_bf16."""
-    base = experiment.arm(arm.baseline)
+    base = arm.base
     wanted = sorted([*training_flags(base.trained), "--pure_bf16"])
-    for other in experiment.arms:
+    for other in arm.experiment.arms:
         if other is arm or other.source.of or other.baseline != base.name:
             continue
         same_score = other.metric.rpartition(".")[2] == arm.metric.rpartition(".")[2]
@@ -250,15 +250,15 @@ def training_flags(arm):
     return kept
 
 
-def of_nearest(experiment, arm, known):
+def of_nearest(arm, known):
     """(share of nearest's harm to the score, to the loss) of an arm; None where nearest does none."""
-    nearest = nearest_of(experiment, arm)
+    nearest = nearest_of(arm)
     if nearest is None:
         return None, None
-    _, own = comparison(experiment, arm, known)
-    _, harm = comparison(experiment, nearest, known)
-    own_loss = loss_comparison(experiment, arm, known)[2]
-    harm_of_loss = loss_comparison(experiment, nearest, known)[2]
+    _, own = comparison(arm, known)
+    _, harm = comparison(nearest, known)
+    own_loss = loss_comparison(arm, known)[2]
+    harm_of_loss = loss_comparison(nearest, known)[2]
     share = share_of_harm(own, harm, nearest.lower_is_better)
     return share, share_of_harm(own_loss, harm_of_loss)
 
@@ -273,18 +273,18 @@ def share_of_harm(own, harm, lower_is_better=True):
 # ---- What stands apart -------------------------------------------------------------------------------------
 
 
-def from_changed_code(experiment, arm, known):
+def from_changed_code(arm, known):
     """How many of the runs behind a comparison were recorded with changes that are in no commit."""
-    base = experiment.arm(arm.baseline)
-    records = [*records_of(experiment, arm, known).values(), *records_of(experiment, base, known).values()]
+    base = arm.base
+    records = [*records_of(arm, known).values(), *records_of(base, known).values()]
     return sum(record.get("clean") is False for record in records)
 
 
-def stands_apart(experiment, arm, known):
+def stands_apart(arm, known):
     """Whether git doesn't show for a comparison that prediction, baseline and code were there before the
     results.
     """
-    return bool(arm.marked or arm.baseline_was or from_changed_code(experiment, arm, known))
+    return bool(arm.marked or arm.baseline_was or from_changed_code(arm, known))
 
 
 # ---- Machines ----------------------------------------------------------------------------------------------
@@ -303,10 +303,10 @@ def machine_of(record):
     return f"{name}, {facts['bf16'][0] if facts['bf16'] else 'no bf16'}"
 
 
-def pairs_across_machines(experiment, arm, known):
+def pairs_across_machines(arm, known):
     """How many pairs of an arm with its baseline were recorded on two kinds of machine."""
-    own = records_of(experiment, arm, known)
-    base = records_of(experiment, experiment.arm(arm.baseline), known)
+    own = records_of(arm, known)
+    base = records_of(arm.base, known)
     return sum(machine_of(own[seed]) != machine_of(base[seed]) for seed in own if seed in base)
 
 
@@ -345,7 +345,7 @@ def levels(experiment, known):
 def reference_of_records(experiment, known):
     """What real images and noise score, of the first record that says so, the baseline's first, or {}."""
     for arm in [experiment.arm(experiment.baseline), *experiment.arms]:
-        for record in records_of(experiment, arm, known).values():
+        for record in records_of(arm, known).values():
             if record.get("reference"):
                 return record["reference"]
     return {}

@@ -25,7 +25,7 @@ def series(experiment, known):
     """{series: [(x, mean, sd)]} of the arms that are points of a curve."""
     found = {}
     for arm in experiment.arms:
-        values = finite_scores(experiment, arm, known)
+        values = finite_scores(arm, known)
         if arm.series and values:
             sd = statistics.stdev(values) if len(values) > 1 else 0.0
             found.setdefault(arm.series, []).append((arm.x, statistics.fmean(values), sd))
@@ -41,13 +41,13 @@ def by_bytes(experiment, known):
     weights = loss_weights(experiment, known)
     points = []
     for arm in experiment.arms:
-        held = bytes_of_runs(records_of(experiment, arm, known).values())
+        held = bytes_of_runs(records_of(arm, known).values())
         if held is None:
             continue
         if arm.name == arm.baseline:
             points.append((arm.name, held, 0.0, None, None, "baseline"))
             continue
-        change = loss_comparison(experiment, arm, known, weights)[2]
+        change = loss_comparison(arm, known, weights)[2]
         if change is not None:
             points.append((arm.name, held, change.mean, change.low, change.high, side_of_zero(change)))
     return sorted(points, key=lambda point: -point[1])
@@ -73,7 +73,7 @@ def loss_weights(experiment, known):
     average of few steps still holds a part of the initial weights.
     """
     for arm in experiment.arms:
-        for record in records_of(experiment, arm, known).values():
+        for record in records_of(arm, known).values():
             if "failed" not in record and held_out_loss(record, "raw")[0] != HELD_OUT:
                 return None
     return "raw"
@@ -105,7 +105,7 @@ def scores_of_all(experiment, arms, known):
     """({arm: {seed: score}}, the seeds for which each arm has a score whose logarithm can be taken)."""
     values, seeds = {}, list(experiment.seeds)
     for arm in arms:
-        own = values[arm] = scores_by_seed(experiment, arm, known)
+        own = values[arm] = scores_by_seed(arm, known)
         seeds = [seed for seed in seeds if 0 < own.get(seed, 0) < math.inf]
     return values, seeds
 
@@ -214,7 +214,7 @@ def generation_ranges(experiment, known):
         return {}
     found = {}
     for arm in experiment.arms:
-        traces = own_scores_named(experiment, arm, known, "trace")
+        traces = own_scores_named(arm, known, "trace")
         # one tuple a step, of the same step in the traces of all seeds
         means = list(map(mean_step, zip(*filter(None, traces), strict=False)))
         if means:
@@ -227,10 +227,10 @@ def mean_step(step):
     return {name: statistics.fmean(trace[name] for trace in step) for name in step[0]}
 
 
-def own_scores_named(experiment, arm, known, name):
+def own_scores_named(arm, known, name):
     """[a score of the weights that an arm reads], of the runs that have it."""
     found = []
-    for record in records_of(experiment, arm, known).values():
+    for record in records_of(arm, known).values():
         own = record.get("scores", {}).get(weights_of_score(arm), {})
         if name in own:
             found.append(own[name])
@@ -241,7 +241,7 @@ def losses_by_timestep(experiment, known):
     """{arm: (timesteps, loss)}, means over seeds; cells of a factorial experiment are left out."""
     found = {}
     for arm in experiment.arms:
-        losses = own_scores_named(experiment, arm, known, "loss_by_timestep")
+        losses = own_scores_named(arm, known, "loss_by_timestep")
         if losses and not arm.cell:
             count = len(losses[0])
             found[arm.name] = [(k + 0.5) * 1000 / count for k in range(count)], mean_curve(losses)
@@ -255,7 +255,7 @@ def training_curves(experiment, known):
         if arm.trained in trained:
             continue
         trained.add(arm.trained)
-        longest, same = longest_curves(records_of(experiment, arm, known).values())
+        longest, same = longest_curves(records_of(arm, known).values())
         for name in figures.AXIS_LABELS:
             own = [curve[name] for curve in same if name in curve]
             if own:

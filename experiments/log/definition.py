@@ -56,9 +56,9 @@ class Arm:
     marked: str = ""  # one of MARK_TEXTS: why git does not show that its prediction came before its results
     baseline_was: str = ""  # the baseline that it had before its results were there
 
-    # load sets five more: `experiment`, the one it belongs to; `lower_is_better`, of its metric; `trained`,
-    # the arm whose run it reads, or itself; `source`, the arm whose records hold its scores; `start`, the arm
-    # it trains after, or itself
+    # load sets six more: `experiment`, the one it belongs to; `base`, the arm that it is compared with;
+    # `lower_is_better`, of its metric; `trained`, the arm whose run it reads, or itself; `source`, the arm
+    # whose records hold its scores; `start`, the arm it trains after, or itself
 
 
 @dataclasses.dataclass
@@ -142,7 +142,8 @@ def load_experiment(number, root=HERE, loaded=None):
         arm.metric = arm.metric or experiment.metric
         arm.margin = arm.margin or experiment.margin
         arm.lower_is_better = experiment.lower_is_better and not arm.higher_is_better
-        arm.baseline = experiment.arm(arm.baseline or experiment.baseline).name
+        arm.base = experiment.arm(arm.baseline or experiment.baseline)
+        arm.baseline = arm.base.name
     for arm in experiment.arms:
         _link_arm(arm, root, loaded)
         _check_links(arm, path)

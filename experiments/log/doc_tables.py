@@ -83,7 +83,7 @@ NOT_RECORDED = "-"
 def loss_change(number, arm, experiments, known):
     """'+0.37 [+0.33, +0.40] (6)': the change of the held-out loss in percent, its interval, pairs."""
     experiment = next(one for one in experiments if one.number == number)
-    _, pairs, change = loss_comparison(experiment, experiment.arm(arm), known)
+    _, pairs, change = loss_comparison(experiment.arm(arm), known)
     if change is None:
         return NOT_RECORDED
     return f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}] ({pairs})"
@@ -200,7 +200,7 @@ def share_kept(experiment, names, known):
     arms = {arm.name: arm for arm in experiment.arms}
     if not all(name in arms for name in names):
         return "-"
-    before, best, own = (scores_by_seed(experiment, arms[name], known) for name in names)
+    before, best, own = (scores_by_seed(arms[name], known) for name in names)
     shares = []
     for seed in own:
         if seed in best and seed in before:

@@ -27,7 +27,7 @@ def small_percent(x):
 
 
 def score_mean(arm, known):
-    return score_text(arm, statistics.fmean(scores_by_seed(arm.experiment, arm, known).values()))
+    return score_text(arm, statistics.fmean(scores_by_seed(arm, known).values()))
 
 
 def score_text(arm, x):
@@ -38,7 +38,7 @@ def held_out(end):
     """A figure of the held-out loss against the baseline's: its "mean", or an end of its interval."""
 
     def figure(arm, known):
-        kind, _, change = loss_comparison(arm.experiment, arm, known)
+        kind, _, change = loss_comparison(arm, known)
         return small_percent(getattr({HELD_OUT: change}[kind], end))
 
     return figure
@@ -46,8 +46,8 @@ def held_out(end):
 
 def loss_change(arm, known):
     """The training loss against the baseline's in the same seeds."""
-    own = records_of(arm.experiment, arm, known)
-    base = records_of(arm.experiment, arm.experiment.arm(arm.baseline), known)
+    own = records_of(arm, known)
+    base = records_of(arm.base, known)
     both = [seed for seed in own if seed in base]
     of_own, of_base = (statistics.fmean(runs[seed]["final_loss"] for seed in both) for runs in (own, base))
     return f"{100 * (of_own / of_base - 1):+.1f} %"
@@ -88,8 +88,8 @@ class Evidence:
         if number not in self.experiments:
             raise Refused(f"there is no experiment {number}, which {{{name}}} names")
         arm = self.experiments[number].arm(arm_name)
-        pairs, _ = comparison(arm.experiment, arm, self.known)
-        if not scores_by_seed(arm.experiment, arm, self.known):
+        pairs, _ = comparison(arm, self.known)
+        if not scores_by_seed(arm, self.known):
             raise Refused(f"{{{name}}} has no record yet: python experiments/run.py {number}")
         if pairs < 2 and arm.name != arm.baseline:
             raise Refused(f"{{{reference}}}: fewer than two pairs are recorded")

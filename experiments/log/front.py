@@ -77,7 +77,7 @@ def index(experiments, known):
 
 def apart_mark(experiment, known):
     """'\\*' where git does not show of a comparison that all was fixed before its results."""
-    return "\\*" if any(stands_apart(experiment, arm, known) for arm in experiment.arms) else ""
+    return "\\*" if any(stands_apart(arm, known) for arm in experiment.arms) else ""
 
 
 def has_begun(experiment, known):

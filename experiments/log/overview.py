@@ -250,15 +250,15 @@ def settings(experiments, known):
         if experiment.miniature:
             continue
         for arm in experiment.arms:
-            recipe = recipe_of_arm(experiment, arm)
+            recipe = recipe_of_arm(arm)
             if recipe is None:
                 continue
-            kind, changes = loss_changes(experiment, arm, known)
+            kind, changes = loss_changes(arm, known)
             if kind != HELD_OUT or len(changes) < 2 or not all(map(math.isfinite, changes.values())):
                 continue
-            flags = flags_of(experiment.arm(arm.baseline).trained)
+            flags = flags_of(arm.base.trained)
             setting = found.setdefault(setting_key(flags), Setting(flags))
-            add_record(setting, recipe, experiment, arm, changes, known)
+            add_record(setting, recipe, arm, changes, known)
     for setting in found.values():
         own = setting.cells
         if STOCHASTIC in own and AUTOCAST in own:
@@ -269,25 +269,25 @@ def settings(experiments, known):
     return sorted(found.values(), key=lambda one: order.get(net_of(one.flags), len(order)))
 
 
-def add_record(setting, recipe, experiment, arm, changes, known):
-    """Merge what one experiment has of a recipe into a setting. A run that another reads counts once."""
-    both = tuple(run_key(one.source, 0) for one in (arm, experiment.arm(arm.baseline)))
+def add_record(setting, recipe, arm, changes, known):
+    """Merge what an arm tells of a recipe into a setting. A run that another reads counts once."""
+    both = tuple(run_key(one.source, 0) for one in (arm, arm.base))
     if both in setting.read:
         return
     setting.read.add(both)
     cell = setting.cells.setdefault(recipe, Cell())
     cell.numbers[arm.source.experiment.number] = arm.source.experiment.folder.name
-    setting.fp32 = records_of(experiment, experiment.arm(arm.baseline), known) | setting.fp32
+    setting.fp32 = records_of(arm.base, known) | setting.fp32
     for seed, change in changes.items():
         cell.seen.setdefault(seed, []).append(1 + change / 100)
-    cell.level = min(cell.level, look_of(experiment, len(changes))[1])
-    result = comparison(experiment, arm, known)[1]
+    cell.level = min(cell.level, look_of(arm.experiment, len(changes))[1])
+    result = comparison(arm, known)[1]
     cell.waits |= result is not None and result.verdict == WAITING_VERDICT
 
 
-def recipe_of_arm(experiment, arm):
+def recipe_of_arm(arm):
     """The key of RECIPE_TITLES that an arm adds to its baseline, which has none; else None."""
-    base = experiment.arm(arm.baseline)
+    base = arm.base
     samples_alone = arm.source.of and arm.source.flags
     if arm is base or samples_alone or weights_of_score(arm) != weights_of_score(base):
         return None
@@ -583,9 +583,9 @@ def cost_curve(recipe, setting, experiments, known):
     for experiment in experiments:
         if experiment.number not in setting.cells[recipe].numbers:
             continue
-        arm = next(arm for arm in experiment.arms if recipe_of_arm(experiment, arm) == recipe)
-        base = records_of(experiment, experiment.arm(arm.baseline), known)
-        for seed, record in records_of(experiment, arm, known).items():
+        arm = next(arm for arm in experiment.arms if recipe_of_arm(arm) == recipe)
+        base = records_of(arm.base, known)
+        for seed, record in records_of(arm, known).items():
             steps, losses = record["curves"]["step"], record["curves"]["loss"]
             for step, loss, other in zip(steps, losses, base[seed]["curves"]["loss"], strict=True):
                 gaps.setdefault(step, []).append(100 * (loss / other - 1))

@@ -97,7 +97,7 @@ def looks_told(experiment, known):
     said += f" The look at {' and '.join(unplanned)} was not planned: it was decided on after the first."
     turned = []
     for arm in experiment.arms:
-        n, result = comparison(experiment, arm, known)
+        n, result = comparison(arm, known)
         last = result and n == pairs[-1] and arm.name != arm.baseline
         if last and result.verdict == "equal" and result.p_equal > even:
             turned.append(f"{arm.name} (p = {result.p_equal:.3f})")
@@ -149,7 +149,7 @@ def complete_pairs(experiment, known):
     """len(seeds) once an arm has all its pairs: its verdict was read."""
     full = len(experiment.seeds)
     for arm in experiment.arms:
-        if arm.name != arm.baseline and comparison(experiment, arm, known)[0] == full:
+        if arm.name != arm.baseline and comparison(arm, known)[0] == full:
             return full
     return 0
 
@@ -172,7 +172,7 @@ def facts_told(experiment, known, here):
     e = experiment
     digits = decimals_of(e.margin)
     said = [margin_told(e, known)]
-    base = finite_scores(e, e.arm(e.baseline), known)
+    base = finite_scores(e.arm(e.baseline), known)
     sd = statistics.stdev(base) if len(base) > 1 else 0
     if sd > 0:
         said.append(f"The baseline's standard deviation over seeds is {figure_text(sd, digits)}.")
@@ -198,7 +198,7 @@ def marks_told(experiment, known):
     moved = [f"{arm.name} (was {arm.baseline_was})" for arm in experiment.arms if arm.baseline_was]
     if moved:
         told.append(f"The baseline was changed after the results: {', '.join(moved)}.")
-    changed = [arm.name for arm in experiment.arms if from_changed_code(experiment, arm, known)]
+    changed = [arm.name for arm in experiment.arms if from_changed_code(arm, known)]
     if changed:
         told.append(f"Compared by runs of code with changes that are in no commit: {', '.join(changed)}.")
     return told
@@ -208,9 +208,9 @@ def two_kinds_of_cpu(experiment, known):
     """A sentence on pairs whose runs were recorded on two kinds of CPU, or ''."""
     each = []
     for arm in experiment.arms:
-        mixed = pairs_across_machines(experiment, arm, known)
+        mixed = pairs_across_machines(arm, known)
         if arm.name != arm.baseline and mixed:
-            pairs, _ = comparison(experiment, arm, known)
+            pairs, _ = comparison(arm, known)
             each.append(f"{arm.name} {mixed} of {pairs}")
     if not each:
         return ""
@@ -250,7 +250,7 @@ def check_told(check):
 def margin_told(experiment, known):
     """The margin, for scale: in percent of the baseline, and of the harm of rounding to nearest."""
     e = experiment
-    base = finite_scores(e, e.arm(e.baseline), known)
+    base = finite_scores(e.arm(e.baseline), known)
     said = f"Margin {e.margin:g} ({'lower' if e.lower_is_better else 'higher'} is better)"
     if base and statistics.fmean(base):
         said += f", {percent(e.margin / abs(statistics.fmean(base)))} of the baseline's score"
@@ -270,7 +270,7 @@ def harm_of_nearest(experiment, known):
     for arm in experiment.arms:
         if arm.name.split("-")[-1] != "nearest" or arm.baseline != experiment.baseline:
             continue
-        harm = comparison(experiment, arm, known)[1]
+        harm = comparison(arm, known)[1]
         if is_on_the_worse_side(harm, arm.lower_is_better) and math.isfinite(harm.mean):
             return abs(harm.mean)
     return None
@@ -280,13 +280,13 @@ def holm_told(experiment, known):
     """How many verdicts stand after Holm's correction, where many stand together."""
     differ, equal, loss, levels_read = [], [], [], []
     for arm in experiment.arms:
-        n, result = comparison(experiment, arm, known)
+        n, result = comparison(arm, known)
         if arm.name == arm.baseline or not result or result.verdict == WAITING_VERDICT:
             continue
         differ.append(result.p_difference)
         equal.append(result.p_equal)
         levels_read.append(look_of(experiment, n)[1])
-        loss_result = loss_comparison(experiment, arm, known)[2]
+        loss_result = loss_comparison(arm, known)[2]
         if loss_result:
             loss.append(loss_result.p_difference)
     if len(differ) < 5:
@@ -314,10 +314,10 @@ def fewer_seeds(experiment, known):
         theirs = arm_that_reads(there, arm.source, arm.metric)
         if there is experiment or theirs is None or arm.baseline == arm.name:
             continue
-        n, own = comparison(experiment, arm, known)
-        more, result = comparison(there, theirs, known)
+        n, own = comparison(arm, known)
+        more, result = comparison(theirs, known)
         if more > n and own and result.verdict != own.verdict and theirs.baseline != theirs.name:
-            words = tables.verdict_words(there, theirs, known)
+            words = tables.verdict_words(theirs, known)
             told.append(f"{arm.name} ({words} over the {more} seeds of {there.number})")
     return [f"Over more seeds another verdict: {', '.join(told)}."] if told else []
 

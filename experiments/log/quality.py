@@ -43,9 +43,9 @@ MAY_DIFFER = {
 # ---- Rows --------------------------------------------------------------------------------------------------
 
 
-def recipe_beside_fp32(experiment, arm):
+def recipe_beside_fp32(arm):
     """(flags of the arm, flags of its baseline), or None unless the arm is a recipe beside fp32."""
-    base = experiment.arm(arm.baseline)
+    base = arm.base
     samples_alone = arm.source.of and arm.source.flags
     if arm is base or samples_alone:
         return None
@@ -63,12 +63,12 @@ def comparisons(experiments, known):
         if experiment.miniature:
             continue
         for arm in experiment.arms:
-            both = recipe_beside_fp32(experiment, arm)
+            both = recipe_beside_fp32(arm)
             if both is None:
                 continue
-            base = experiment.arm(arm.baseline).trained
+            base = arm.base.trained
             for weights in WEIGHTS_NAMES:
-                kind, pairs, change = loss_comparison(experiment, arm, known, weights)
+                kind, pairs, change = loss_comparison(arm, known, weights)
                 if change is None or kind != HELD_OUT:
                     continue
                 row = evidence_row(arm, both[0], weights, pairs, change)

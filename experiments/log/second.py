@@ -19,15 +19,15 @@ def second_reading(experiment, known):
     rows = [["arm", f"{score}: difference [95 % CI]", "achieved margin", f"{loss}, % [95 % CI]"]]
     for arm in experiment.arms:
         if arm.metric == experiment.metric and arm.name != arm.baseline:
-            rows += second_row(experiment, arm, name, known)
+            rows += second_row(arm, name, known)
     head = f"**Second reading, decided on after the results.** {experiment.second_reading.strip()}"
     return f"{head}\n\n{markdown_table(rows)}"
 
 
-def second_row(experiment, arm, name, known):
+def second_row(arm, name, known):
     """[[text]] of one arm; [] where its runs, or its baseline's, were not scored with their last weights."""
-    own = last_scores(experiment, arm, name, known)
-    base = last_scores(experiment, experiment.arm(arm.baseline), name, known)
+    own = last_scores(arm, name, known)
+    base = last_scores(arm.base, name, known)
     changes = differences(own, base)
     if len(changes) < 2:
         return []
@@ -35,15 +35,15 @@ def second_row(experiment, arm, name, known):
     digits = decimals_of(arm.margin)
     share = result.achieved / (sum(base.values()) / len(base))
     achieved = f"{figure_text(result.achieved, digits)} ({percent(share)})"
-    kind, _, loss = loss_comparison(experiment, arm, known, LAST_WEIGHTS)
+    kind, _, loss = loss_comparison(arm, known, LAST_WEIGHTS)
     told = interval_text(loss, 2) if loss and kind == HELD_OUT else "-"
     return [[arm.name, interval_text(result, digits), achieved, told]]
 
 
-def last_scores(experiment, arm, name, known):
+def last_scores(arm, name, known):
     """{seed: score} of the last weights."""
     found = {}
-    for seed, record in records_of(experiment, arm, known).items():
+    for seed, record in records_of(arm, known).items():
         score = record.get("scores", {}).get(LAST_WEIGHTS, {}).get(name)
         if is_number(score):
             found[seed] = score

@@ -119,39 +119,39 @@ def score_title(experiment):
     return heading(experiment) if len(names) == 1 else "score"
 
 
-def verdict_words(experiment, arm, known):
+def verdict_words(arm, known):
     """A verdict as the pages print it: 'equal within 0.03', 'slightly worse, within 0.03', 'worse'."""
-    pairs, result = comparison(experiment, arm, known)
-    said = verdict_by_rule(experiment, arm, known)
-    if experiment.looks and result is None and pairs:
+    pairs, result = comparison(arm, known)
+    said = verdict_by_rule(arm, known)
+    if arm.experiment.looks and result is None and pairs:
         said = WAITING_VERDICT
     if said == WAITING_VERDICT:
-        return f"no verdict before {look_of(experiment, pairs)[0]} pairs"
+        return f"no verdict before {look_of(arm.experiment, pairs)[0]} pairs"
     if said == "undecided":
         return "not shown to differ"
     if said == SLIGHTLY_WORSE and verdict(pairs, result) != "equal":
         return f"{said} (score not shown to differ)"
     if said not in ("equal", SLIGHTLY_WORSE):
         return said
-    within = f"within {margin_words(experiment, arm, result)}"
+    within = f"within {margin_words(arm, result)}"
     if said == SLIGHTLY_WORSE:
         return f"{said}, {within}"
     better = result.high < 0 if arm.lower_is_better else result.low > 0
     return f"slightly better, {within}" if better else f"equal {within}"
 
 
-def margin_words(experiment, arm, result):
-    margin = shown_margin(experiment, arm, result)
+def margin_words(arm, result):
+    margin = shown_margin(arm, result)
     return f"{margin:g}" if margin == arm.margin else figure_text(margin, decimals_of(arm.margin))
 
 
-def loss_words(experiment, arm, known):
+def loss_words(arm, known):
     """The verdict on the loss, '; loss equal within 0.3 %', where a margin was set for it, or ''."""
-    _, loss_pairs, loss = loss_comparison(experiment, arm, known)
-    if not loss or not experiment.loss_margin or is_loss(arm.metric):
+    _, loss_pairs, loss = loss_comparison(arm, known)
+    if not loss or not arm.experiment.loss_margin or is_loss(arm.metric):
         return ""
     said = verdict(loss_pairs, loss)
-    words = {"equal": f"equal within {experiment.loss_margin:g} %", "undecided": "not shown to differ"}
+    words = {"equal": f"equal within {arm.experiment.loss_margin:g} %", "undecided": "not shown to differ"}
     return f"; loss {words.get(said, said)}"
 
 
@@ -159,42 +159,41 @@ def loss_words(experiment, arm, known):
 
 
 def columns(experiment, known):
-    return [arm_row(experiment, arm, known) for arm in experiment.arms]
+    return [arm_row(arm, known) for arm in experiment.arms]
 
 
-def arm_row(experiment, arm, known):
+def arm_row(arm, known):
     """{column: text} of one arm; columns without a value are left out."""
-    values = list(scores_by_seed(experiment, arm, known).values())
+    values = list(scores_by_seed(arm, known).values())
     row = {"arm": arm.name, "adds": flags_added(arm)}
-    row[score_title(experiment)] = mean_and_sd(values, decimals_of(arm.margin))
-    row |= difference_columns(experiment, arm, known, values)
-    finished = [r for r in records_of(experiment, arm, known).values() if "scores" in r]
+    row[score_title(arm.experiment)] = mean_and_sd(values, decimals_of(arm.margin))
+    row |= difference_columns(arm, known, values)
+    finished = [r for r in records_of(arm, known).values() if "scores" in r]
     if finished:
         row |= score_columns(arm, finished) | cost_columns(arm, finished)
     return row
 
 
-def difference_columns(experiment, arm, known, values):
+def difference_columns(arm, known, values):
     """The columns about the differences of an arm, with these scores, from its baseline."""
-    e = experiment
     digits = decimals_of(arm.margin)
-    _, result = comparison(e, arm, known)
-    kind, _, loss = loss_comparison(e, arm, known)
+    _, result = comparison(arm, known)
+    kind, _, loss = loss_comparison(arm, known)
     loss_title = f"{kind}, % [95 % CI]"
     row = {DIFFERENCE: "-", ACHIEVED: "-", loss_title: "-", LOSS_ACHIEVED: "-"}
     if arm.baseline == arm.name:
         return {**row, "verdict": "baseline", "n": str(len(values)), "detectable": "-"}
     if result:
         row[DIFFERENCE] = interval_text(result, digits)
-        row[ACHIEVED] = achieved_words(e, arm, known, result)
+        row[ACHIEVED] = achieved_words(arm, known, result)
     if loss:
         row[loss_title] = interval_text(loss, 2)
         row[LOSS_ACHIEVED] = figure_text(loss.achieved, 2)
-    shares = of_nearest(e, arm, known)
+    shares = of_nearest(arm, known)
     if shares != (None, None):
         row[SHARE_OF_HARM] = ", ".join(map(share_words, shares))
-    row["verdict"] = whole_verdict(e, arm, known)
-    row["n"] = pairs_words(e, arm, known)
+    row["verdict"] = whole_verdict(arm, known)
+    row["n"] = pairs_words(arm, known)
     row["detectable"] = figure_text(result.smallest_effect, digits) if result else "-"
     row["p of no difference"] = p_text(result, "p_difference")
     row["p of a margin or more"] = p_text(result, "p_equal")
@@ -205,34 +204,34 @@ def share_words(share):
     return "-" if share is None else percent(share)
 
 
-def achieved_words(experiment, arm, known, result):
+def achieved_words(arm, known, result):
     """'0.028 (2.9 %)': the achieved margin, and what it is of the baseline's score."""
     said = figure_text(result.achieved, decimals_of(arm.margin))
-    own = scores_by_seed(experiment, arm, known)
-    base = scores_by_seed(experiment, experiment.arm(arm.baseline), known)
+    own = scores_by_seed(arm, known)
+    base = scores_by_seed(arm.base, known)
     mean = statistics.fmean(base[seed] for seed in base if seed in own)
     if math.isfinite(result.achieved) and math.isfinite(mean) and mean:
         said += f" ({percent(result.achieved / abs(mean))})"
     return said
 
 
-def whole_verdict(experiment, arm, known):
+def whole_verdict(arm, known):
     """The verdict on the score, that on the loss, and the baseline where it is not the experiment's."""
-    said = verdict_words(experiment, arm, known)
+    said = verdict_words(arm, known)
     if not said.startswith("no verdict"):  # both are read at one look
-        said += loss_words(experiment, arm, known)
-    if arm.baseline != experiment.baseline:
+        said += loss_words(arm, known)
+    if arm.baseline != arm.experiment.baseline:
         said += f" (against {arm.baseline})"
     return said
 
 
-def pairs_words(experiment, arm, known):
+def pairs_words(arm, known):
     """'6', '5 of 6', or '6, 4 across CPUs'."""
-    pairs, _ = comparison(experiment, arm, known)
-    mixed = pairs_across_machines(experiment, arm, known)
+    pairs, _ = comparison(arm, known)
+    mixed = pairs_across_machines(arm, known)
     said = str(pairs)
-    if pairs < len(experiment.seeds):
-        said += f" of {len(experiment.seeds)}"
+    if pairs < len(arm.experiment.seeds):
+        said += f" of {len(arm.experiment.seeds)}"
     if mixed:
         said += f", {mixed} across CPUs"
     return said

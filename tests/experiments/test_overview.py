@@ -109,7 +109,7 @@ def test_bold_is_what_withstands_holm_over_its_table():
 
 def test_a_row_whose_loss_lies_above_0_is_called_slightly_worse(folder):
     experiment, known = with_losses(folder, {"nearest": 0.001, "stochastic": -0.001})
-    said = {arm.name: verdict_by_rule(experiment, arm, known) for arm in experiment.arms}
+    said = {arm.name: verdict_by_rule(arm, known) for arm in experiment.arms}
     assert said["nearest"] == "slightly worse" and said["stochastic"] == "equal"
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
     assert "slightly worse, within 0.5" in (folder / "001-rounding/README.md").read_text()

@@ -98,7 +98,7 @@ def test_the_achieved_margin_is_the_farther_end_of_the_90_percent_interval(folde
         share = 100 * max(ends) / values["fp32"].mean()
         wanted = f"{share:.{0 if share >= 9.95 else 1 if share >= 0.95 else 2}f} %"
         assert table(folder)[name]["achieved margin"] == f"{max(ends):.3f} ({wanted})"
-        found = analysis.comparison(experiment, experiment.arm(name), log.recorded(experiment))[1]
+        found = analysis.comparison(experiment.arm(name), log.recorded(experiment))[1]
         for factor, verdict in ((1.001, "equal"), (0.999, None)):  # it is the margin at which equality begins
             verdict_there = equivalence(d.tolist(), max(ends) * factor).verdict
             assert (verdict_there == "equal") == (verdict == "equal")
