@@ -166,7 +166,7 @@ def train(given, command, dry=False, whole_ledger=False):
     if trainer.ranks.main:
         print_scores(trainer.task, summary["scores"], summary["reference"])
         if late_average(trainer.config) and trainer.config.weights == "ema":
-            print(late_scores(late_average(trainer.config), trainer.folder))
+            print(late_scores(late_average(trainer.config)))
         kind, _ = trainer.task.items
         print_summary(summary, trainer.device, kind, trainer.folder, trainer.config.runs)
         if trainer.was_finished:
@@ -209,7 +209,7 @@ def sample_and_score(path, given, command, table):
         print(f"{trainer.precision.ledger()}\n")
     print_scores(trainer.task, scores, trainer.task.reference())
     share = late_average(trainer.config.replaced(steps=checkpoint["step"]))
-    if share and trainer.config.weights == "ema":
+    if share and list(scores) == ["ema"]:
         print(f"the average holds {share:.0%} of the initial weights: --weights raw draws the last ones")
     print(f"pictures: {trainer.folder}/samples/{label}-*.png   scores: {trainer.folder}/samples/{label}.json")
     return 0

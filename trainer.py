@@ -512,8 +512,6 @@ class Trainer:
         summary[f"{kind}_per_second"] = images_per_second * number
         if self.validation.every:
             summary["validation"] = self.validation.json()
-        if late_average(c) and c.weights == "ema" and not self.ranks.spread:
-            self.folder.show(self.task.preview(self._drawing("raw"), self._fixed_rng()), "last", self.step)
         if c.export:
             self.export(c.export)
         self.folder.close()
@@ -533,12 +531,15 @@ class Trainer:
     # -- scores
 
     def _sources(self):
-        """The names of the weights that are scored."""
-        if self.config.weights == "both":
+        """The names of the weights that are scored; the first is drawn and looked at while training too."""
+        weights = self.config.weights
+        if weights == "both":
             return ["ema", "raw"]
-        if self.config.weights == "all":
+        if weights == "all":
             return [*self.precision.averages, "raw"]
-        return [self.config.weights]
+        if weights == "ema" and late_average(self.config):
+            return ["raw", "ema"]  # the average alone would be no result
+        return [weights]
 
     def _fixed_rng(self):
         return Rng(stream(self.config.seed, Stream.FIXED), device=self.device)

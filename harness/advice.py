@@ -106,8 +106,8 @@ def advice_lines(c, recipe, device, first_look, params):
         late = f"the first look is after {first_look:,} steps, and --steps is {c.steps:,}"
         found.append(f"{flag} never looks at held-out data: {late}; use a smaller --validate_every")
     if share := late_average(c):
-        late = f"after {c.steps:,} steps the average that is scored and drawn holds {share:.0%}"
-        found.append(f"--ema_decay {c.ema_decay:g}: {late} of the initial weights; add --ema_warmup")
+        late = f"after {c.steps:,} steps the average holds {share:.0%} of the initial weights"
+        found.append(f"--ema_decay {c.ema_decay:g}: {late}, so the last ones are drawn too; add --ema_warmup")
     if c.optimizer == "adafactor" and c.least_rms is None:
         zeros = _matrices_of_zeros(params)
         if zeros:

@@ -163,13 +163,11 @@ def print_scores(task, scores, reference):
             print(f"\n{source}:\n{text}")
 
 
-def late_scores(share, folder):
+def late_scores(share):
     """What is said beside scores of an average that holds this share of the initial weights."""
     return (
-        f"\nThis is no result of the training: the average that was scored and drawn holds {share:.0%} of "
-        f"the initial weights.\n  {folder}/samples/last.png shows the last weights\n"
-        f"  python train.py --sample {folder} --weights raw scores them\n"
-        "  --ema_warmup lets the average of another run arrive"
+        f"\nema is no result of the training: that average still holds {share:.0%} of the initial weights.\n"
+        "raw are the last weights. --ema_warmup lets the average of another run arrive"
     )
 
 
