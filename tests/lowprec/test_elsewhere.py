@@ -308,7 +308,7 @@ def of_wrapped(own, draw):
 
 
 # and steps by which each learns something
-PROBLEMS = [(of_transformers, 4), (of_diffusers, 4), (of_timm, 4), (of_wrapped, 12)]
+PROBLEMS = [(of_transformers, 4), (of_diffusers, 4), (of_timm, 12), (of_wrapped, 12)]
 
 
 @pytest.mark.parametrize("problem, steps", PROBLEMS)
