@@ -49,7 +49,7 @@ from experiments.log.definition import (  # noqa: E402
     run_label,
     typed_run,
 )
-from harness.ending import ends_once  # noqa: E402
+from harness.ending import Ended, ends_once  # noqa: E402
 from harness.flags import OneLineParser, natural  # noqa: E402
 from harness.run_folder import environment  # noqa: E402
 from lowprec.errors import Refused  # noqa: E402
@@ -106,6 +106,8 @@ def validate_arms(arms, seed, runs=RUNS):
         except Refused as error:
             code = 2
             said.write(str(error))
+        if code and code > 128:  # a signal asks this process to end
+            raise Ended(code - 128)
         if code:
             last = said.getvalue().strip().splitlines()[-1].removeprefix("train.py: ")
             raise Refused(f"{arm.experiment.number}, arm {arm.name}: {last}")
@@ -460,11 +462,12 @@ def main(argv=None, root=HERE):
         where = f"{error.filename or args.runs}: {error.strerror}"
         print(f"run.py: can't keep runs: {where}; choose another --runs folder", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as asked:
         print("stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+        (number,) = asked.args or (signal.SIGINT,)
+        return 128 + number
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, ends_once(SystemExit(143)))  # as Ctrl-C: the runs are told to stop
+    signal.signal(signal.SIGTERM, ends_once(Ended(signal.SIGTERM)))  # as Ctrl-C: the runs are told to stop
     sys.exit(main())

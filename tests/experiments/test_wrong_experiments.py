@@ -1,5 +1,6 @@
 """What a user may get wrong in an experiment: each ends in one line."""
 
+import signal
 
 import pytest
 import test_experiments
@@ -10,6 +11,7 @@ from experiments import report, run
 from experiments.log import definition, figures
 from experiments.log import records as log
 from harness import run_folder
+from harness.ending import Ended, ends_once
 
 fake = test_experiments.fake
 folder = test_experiments.folder
@@ -41,6 +43,17 @@ def test_a_wrong_toml_is_one_line(folder, capsys, old, new, said):
     write(folder, TOML.replace(old, new, 1))
     assert said in fails(capsys, folder, "001", "--dry_run")
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 2
+
+
+def test_a_signal_that_comes_while_arms_are_tried_ends_run_py(folder, fake, capsys, tmp_path):
+    (tmp_path / "asked.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)")
+    write(folder, TOML.replace('["--steps", ', f'["--task", "{tmp_path}/asked.py:Task", "--steps", ', 1))
+    before = signal.signal(signal.SIGTERM, ends_once(Ended(signal.SIGTERM)))
+    try:
+        assert run.main(["001", "--arm", "fp32", "--seeds", "0"], folder) == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "stopped; the same command goes on from here\n"
 
 
 def test_a_file_where_runs_would_be_kept(folder, fake, capsys, tmp_path):
