@@ -11,7 +11,7 @@ from experiments import report, run
 from experiments.log import definition, figures
 from experiments.log import records as log
 from harness import run_folder
-from harness.ending import Ended, ends_once
+from harness.ending import ended_by
 
 fake = test_experiments.fake
 folder = test_experiments.folder
@@ -43,17 +43,6 @@ def test_a_wrong_toml_is_one_line(folder, capsys, old, new, said):
     write(folder, TOML.replace(old, new, 1))
     assert said in fails(capsys, folder, "001", "--dry_run")
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 2
-
-
-def test_a_signal_that_comes_while_arms_are_tried_ends_run_py(folder, fake, capsys, tmp_path):
-    (tmp_path / "asked.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)")
-    write(folder, TOML.replace('["--steps", ', f'["--task", "{tmp_path}/asked.py:Task", "--steps", ', 1))
-    before = signal.signal(signal.SIGTERM, ends_once(Ended(signal.SIGTERM)))
-    try:
-        assert run.main(["001", "--arm", "fp32", "--seeds", "0"], folder) == 128 + signal.SIGTERM
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert capsys.readouterr().err == "stopped; the same command goes on from here\n"
 
 
 def test_a_file_where_runs_would_be_kept(folder, fake, capsys, tmp_path):
@@ -91,11 +80,15 @@ def test_unknown_experiment_arm_and_seed_name_what_exists(folder, capsys):
     assert "add --check" in fails(capsys, folder, "001", "--note")
 
 
-def test_a_flag_that_train_refuses_stops_before_the_first_run(folder, capsys):
+def test_a_flag_that_train_refuses_stops_before_the_first_run_and_so_does_a_signal(folder, capsys, tmp_path):
     write(folder, TOML.replace('"--pure_bf16"', '"--pure_bf61"'))
     assert "arm nearest: unrecognized arguments: --pure_bf61" in fails(capsys, folder, "001")
     write(folder, TOML.replace('"--pure_bf16"', '"--stochastic"'))
     assert "add --pure_bf16" in fails(capsys, folder, "001")
+    (tmp_path / "asked.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)")
+    write(folder, TOML.replace('"--pure_bf16"', f'"--task", "{tmp_path}/asked.py:Task"'))
+    with ended_by(signal.SIGTERM):
+        assert run.main(["001"], folder) == 128 + signal.SIGTERM
     assert not (folder / "001-rounding/results.jsonl").read_text()
 
 
@@ -104,10 +97,8 @@ def test_only_a_half_written_last_line_is_forgiven(folder, capsys):
     write(folder, TOML, records_of(experiment))
     whole = path.read_text()
     path.write_text(whole[:-200])
-    assert commands(capsys, folder) == [
-        definition.typed_run(experiment.arm("fp32"), 5),
-        definition.typed_run(experiment.arm("sampler"), 5),
-    ]
+    arms = map(experiment.arm, ("fp32", "sampler"))
+    assert commands(capsys, folder) == [definition.typed_run(arm, 5) for arm in arms]
     assert len(log.read_records(path, repair=True)) == 17
     assert "half written" in capsys.readouterr().err
     assert path.read_text() == "".join(whole.splitlines(keepends=True)[:-1])
