@@ -313,7 +313,7 @@ def test_a_first_command_is_run_to_its_end_and_seen(tmp_path):
     [row] = record["results"]
     assert record["command"].endswith("--threads 1 --out record.json")  # no folder of this machine
     assert row["steps"] == 4 and row["command"] == "python train.py --task classify --steps 4"
-    assert 0 < row["pictures"]["final.png"] < row["seconds"] and row["training_seconds"] < row["seconds"]
+    assert 0 < row["pictures"]["raw.png"] < row["seconds"] and row["training_seconds"] < row["seconds"]
     assert 0 <= row["scores"]["accuracy"] <= 1 and "accuracy" in first.result(row)
 
 
