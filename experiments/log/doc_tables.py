@@ -40,16 +40,19 @@ def recipes_table(found):
 
 def fits_table():
     """What `python -m lowprec advise --params N --memory SIZE --gpus K` says of each recipe."""
-    by_flags = {}  # the words of a recipe, in any order: its cells
+    columns = []  # {the words of a recipe, in any order: its cell}
     for count, each, gpus in MACHINES.values():
+        column = {}
         for row in advise(of_count(count), memory=each, gpus=gpus).rows:
             fits = "fits" if row.fits else "no"
             words = frozenset(row.candidate.typed.split())
-            by_flags.setdefault(words, []).append(f"{fits}: {row.total / BYTES_A_GIB:.1f}")
+            column[words] = f"{fits}: {row.total / BYTES_A_GIB:.1f}"
+        columns.append(column)
     table = [["flags", *MACHINES]]
     for flags in overview.BYTES:
-        words = flags or "(none)"
-        table.append([f"`{flags}`" if flags else "(none): fp32", *by_flags[frozenset(words.split())]])
+        words = frozenset((flags or "(none)").split())
+        cells = [column.get(words, "refused") for column in columns]
+        table.append([f"`{flags}`" if flags else "(none): fp32", *cells])
     return markdown_table(table)
 
 

@@ -429,7 +429,8 @@ def _is_offered(candidate, advice):
         return advice.machine.support["bf16"][0] != "native"
     if candidate.recomputes and (advice.no_activations or not recomputed_blocks(advice.subject.net)):
         return False
-    return advice.gpus == 1 or not candidate.options  # gradients that are freed can't be summed over GPUs
+    # what --fsdp refuses: gradients that are freed can't be summed over GPUs, and FP8 needs whole tensors
+    return advice.gpus == 1 or not (candidate.options or candidate.arithmetic == "fp8")
 
 
 def _of_products(r, gpus):
