@@ -61,8 +61,7 @@ def bf16(device, shape, seed):
 
 
 def pieces(device, file):
-    """As `same_bits`, of the optimiser alone: odd shapes, a tensor without a gradient, several keys a tensor.
-    """
+    """As `same_bits`, of the optimiser alone: odd shapes, one without a gradient, several keys a tensor."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -1,5 +1,4 @@
-"""A stranger's task, in one file of its own: trained, resumed, drawn from and examined by the real command.
-"""
+"""A stranger's task, in a file of its own: trained, resumed, drawn from and examined by real commands."""
 
 import contextlib
 import io
