@@ -249,7 +249,8 @@ SCORING_FLAGS = (
     Flag(
         "weights",
         "ema",
-        "which weights are scored: the average, the last ones, both, or all: every --average too",
+        "which weights are scored: the average, beside the last ones where it does not arrive; raw: the last "
+        "ones; both; or all: every --average too",
         "generation",
         kind="extent",
         choices=("ema", "raw", "both", "all"),
