@@ -1,6 +1,6 @@
 """The faults that Watch should name: each with its client, and the site and a part of the tensor's name.
 
-    python tests/faults.py            measure all of them and write the table of docs/faults.md
+    python tests/faults.py      measure them and those of held_out.py, and write the tables of docs/faults.md
 
 The twelve of an outsider's attack are among them. A fault that can't be found stays in the list, with the
 reason.
@@ -11,11 +11,11 @@ import functools
 import sys
 from pathlib import Path
 
+import held_out
 import planted
 import torch
-from planted import BF16, FAULTS, by_accelerate, by_lightning, by_task, by_trainer, fault
+from planted import BF16, by_accelerate, by_lightning, by_task, by_trainer, fault, seeded
 
-from lowprec import rounding
 from lowprec.kernels import compiled
 from lowprec.optimizers import rounded
 from lowprec.optimizers.average import EMA
@@ -179,10 +179,6 @@ def _(loop):
 
 
 # -- noise
-
-
-def seeded(*words):
-    return torch.Generator().manual_seed(rounding.hash64(*words) >> 1)
 
 
 def same_each_step(optimizer, number, shape, step):
@@ -459,40 +455,51 @@ def _(steps):
     return by_task(steps, "--task", "ddpm", "--pure_bf16", "--lr", "1e-6")
 
 
-# ---- The table ---------------------------------------------------------------------------------------------
+# ---- The tables --------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
-MARK = "<!-- faults -->\n"
 
 
-def table(rows):
-    """Markdown. rows: [(case, the finding that names it or None)]."""
-    lines = ["| planted fault | client | named | what it says |", "|---|---|---|---|"]
-    for case, finding in rows:
-        if finding is None:
-            lines.append(f"| {case.name} | {case.client} | missed | {case.missed} |")
-        else:
-            tensor = f" of `{finding.tensor}`" if finding.tensor else ""
-            lines.append(f"| {case.name} | {case.client} | {finding.site}{tensor} | {finding.text} |")
-    return "\n".join(lines)
+def row(case, finding):
+    """Markdown of a fault and of the finding that names it, or None."""
+    if finding is None:
+        return f"| {case.name} | {case.client} | missed | {case.missed} |"
+    return f"| {case.name} | {case.client} | {place(finding)} | {finding.text} |"
 
 
-def first(case, losing):
-    """The finding that names the fault first."""
-    return next((f for f in losing if planted.fits(f, *case.expect[0])), None)
+def held_out_row(case, finding):
+    sight = "found" if case.name in held_out.FIRST else "missed"
+    now = f"missed: {case.missed}" if finding is None else place(finding)
+    return f"| {case.name} | {case.client} | {sight} | {now} |"
+
+
+def place(finding):
+    return finding.site + (f" of `{finding.tensor}`" if finding.tensor else "")
+
+
+# mark on the page -> (its cases, the head of their table, a row of it)
+TABLES = {
+    "<!-- faults -->\n": (planted.FAULTS, "planted fault | client | named | what it says", row),
+    "<!-- held-out -->\n": (planted.HELD_OUT, "held-out fault | client | at first sight | now", held_out_row),
+}
+
+
+def named(case, steps):
+    """The finding that names the fault first; None where one that it needs is missing."""
+    ok, losing = planted.says(case, case.run(steps).diagnosis())
+    print("found " if ok else "missed", case.client, case.name, flush=True)
+    return next((f for f in losing if ok and planted.fits(f, *case.expect[0])), None)
 
 
 def main(steps=30):
     compiled.unfused = planted.Everything()
-    rows = []
-    for case in FAULTS:
-        ok, losing = planted.says(case, case.run(steps).diagnosis())
-        rows.append((case, first(case, losing) if ok else None))
-        print("found " if ok else "missed", case.client, case.name, flush=True)
     page = PAGE.read_text()
-    before, _, rest = page.partition(MARK)
-    _, _, after = rest.partition("\n\n")
-    PAGE.write_text(f"{before}{MARK}{table(rows)}\n\n{after}")
+    for mark, (cases, head, row_of) in TABLES.items():
+        lines = [f"| {head} |", "|---|---|---|---|", *(row_of(case, named(case, steps)) for case in cases)]
+        before, _, rest = page.partition(mark)
+        _, _, after = rest.partition("\n\n")
+        page = "\n".join([before + mark + lines[0], *lines[1:]]) + f"\n\n{after}"
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,18 @@
 """Faults that were written after Watch and its limits: how much of what nobody thought of does it find?
 
-    python tests/held_out.py          run all of them and write their table in docs/faults.md
-
-`FIRST` names what was found when they ran first, before anything in Watch was changed for them. Nothing is
-held out any more once it has been mended: new faults are the next such test.
+faults.py measures them. `FIRST` names what was found when they ran first, before anything in Watch was
+changed for them. Nothing is held out any more once it has been mended: new faults are the next such test.
 """
 
 import functools
-import sys
 
-import faults
-import planted
 import torch
-from faults import seeded
-from planted import BF16, Case, by_trainer
+from planted import BF16, by_trainer, held_out, seeded
 from torch import nn
 
-from lowprec.kernels import compiled
 from lowprec.optimizers.average import EMA
 
-HELD_OUT = []
 LOW = dict(dtype=BF16)
-
-
-def held_out(name, client, *expect, missed="", **options):
-    def add(plant):
-        HELD_OUT.append(Case(name, client, plant, expect, missed, options))
-        return plant
-
-    return add
-
 
 # ---- Other optimisers --------------------------------------------------------------------------------------
 
@@ -309,7 +292,7 @@ def _(steps):
     return by_trainer(steps, Cast(), learning_rate=1e-6)
 
 
-# ---- The table ---------------------------------------------------------------------------------------------
+# ---- What was found at once --------------------------------------------------------------------------------
 
 FIRST = """bf16 Lion to nearest, written by hand
 bf16 RMSprop to nearest at lr 1e-5
@@ -320,33 +303,3 @@ a tied embedding that stands twice in the group
 torch's AveragedModel, a plain mean, of a bf16 net
 fp32 weights that pass through bf16 after each step
 a model in bf16 under transformers' Trainer at lr 1e-6""".splitlines()
-MARK = "<!-- held-out -->\n"
-
-
-def table(rows):
-    """Markdown. rows: [(case, the finding that names it or None)]."""
-    lines = ["| held-out fault | client | at first sight | now |", "|---|---|---|---|"]
-    for case, finding in rows:
-        now = f"missed: {case.missed}"
-        if finding is not None:
-            now = finding.site + (f" of `{finding.tensor}`" if finding.tensor else "")
-        lines.append(
-            f"| {case.name} | {case.client} | {'found' if case.name in FIRST else 'missed'} | {now} |"
-        )
-    return "\n".join(lines)
-
-
-def main(steps=30):
-    compiled.unfused = planted.Everything()
-    rows = []
-    for case in HELD_OUT:
-        ok, losing = planted.says(case, case.run(steps).diagnosis())
-        rows.append((case, faults.first(case, losing) if ok else None))
-        print("found " if ok else "missed", case.client, case.name, flush=True)
-    before, _, rest = faults.PAGE.read_text().partition(MARK)
-    _, _, after = rest.partition("\n\n")
-    faults.PAGE.write_text(f"{before}{MARK}{table(rows)}\n\n{after}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """Loops of real clients that a fault is planted in: nets of transformers, diffusers and torchvision in plain
 loops, Lightning, Accelerate, transformers' Trainer, and tasks of this repository.
 
-faults.py plants the faults, recipes_that_work.py holds healthy loops, test_planted_faults.py asks what Watch
-says of both.
+faults.py and held_out.py plant the faults, recipes_that_work.py holds healthy loops, and
+test_planted_faults.py asks what Watch says of them.
 """
 
 import functools
@@ -148,6 +148,10 @@ class StochasticAdamW(torch.optim.AdamW):
             p.copy_(rounding.stochastic_round(x.flatten(), bits.flatten()).view_as(p))
 
 
+def seeded(*words):
+    return torch.Generator().manual_seed(rounding.hash64(*words) >> 1)
+
+
 def uniform(optimizer, number, shape, step):
     return torch.randint(1 << 16, shape, dtype=torch.int32)
 
@@ -177,23 +181,21 @@ class Case:
         return self.plant(steps)
 
 
-FAULTS, HEALTHY = [], []
+def entering(cases):
+    """A decorator that enters a case among these: (name, client, *expect, missed=..., options of a Loop)."""
+
+    def of_case(name, client, *expect, missed="", **options):
+        def enter(plant):
+            cases.append(Case(name, client, plant, expect, missed, options))
+            return plant
+
+        return enter
+
+    return of_case
 
 
-def fault(name, client, *expect, missed="", **options):
-    def add(plant):
-        FAULTS.append(Case(name, client, plant, expect, missed, options))
-        return plant
-
-    return add
-
-
-def healthy(name, client, **options):
-    def add(plant):
-        HEALTHY.append(Case(name, client, plant, options=options))
-        return plant
-
-    return add
+FAULTS, HELD_OUT, HEALTHY = [], [], []
+fault, held_out, healthy = map(entering, (FAULTS, HELD_OUT, HEALTHY))
 
 
 def says(case, diagnosis):

@@ -44,13 +44,13 @@ def adam(net, lr=1e-3, **options):
     return torch.optim.AdamW(net.parameters(), lr=lr, **options)
 
 
-def trained(net, optimizer=None, loss=task, ema=None, after=None, between=None, **how):
+def trained(net, optimizer=None, loss=task, ema=None, after=None, between=None, steps=STEPS, **how):
     """The Watch of an ordinary loop. loss: (net, step); after: called with the step once it is done; between:
     called after backward; how: of Watch.
     """
     optimizer = optimizer or adam(net)
-    watch = Watch(net, optimizer, ema, every=EVERY, **how)
-    for step in range(STEPS):
+    watch = Watch(net, optimizer, ema, **{"every": EVERY, **how})
+    for step in range(steps):
         optimizer.zero_grad()
         loss(net, step).backward()
         if between:

@@ -1,6 +1,7 @@
 """What users of other programs met: faults are named with their cause, healthy loops beside them are not."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,27 @@ def named(watch, site, words):
 # ---- Classes with a rule of their own ----------------------------------------------------------------------
 
 
-# what a class keeps beside its state, or writes elsewhere
+class Drawing(torch.optim.Optimizer):
+    """SGD whose noise comes from generators of its own and of Python, at a rate that it changes in place."""
+
+    def __init__(self, params, **options):
+        random.seed(0)
+        self.own = torch.Generator().manual_seed(0)
+        super().__init__(params, dict(rate=torch.tensor(0.1)))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                noise = torch.randn(p.shape, generator=self.own) * random.random()
+                p.sub_((p.grad + 0.01 * noise) * group["rate"])
+                self.state[p]["seen"] = torch.ones_like(p)
+            group["rate"].mul_(0.9)
+
+
+# what a class keeps beside its state, writes elsewhere, or draws
 ODD = [rules.CountsInAnObject, rules.HalvesGradients, rules.Masked, rules.Lookahead, rules.StepsAnother]
+ODD += [Drawing]
 
 
 @pytest.mark.parametrize("kind", ODD)

@@ -408,13 +408,6 @@ def test_every_row_is_sorted_the_worst_first(healthy):
     assert ranks == sorted(ranks) and len(ranks) >= 3
 
 
-def test_no_step_is_no_health():
-    model = net()
-    watch = Watch(model, torch.optim.AdamW(model.parameters()))
-    assert [(f.site, f.severity) for f in watch.findings()] == [("step", "moderate")]
-    assert watch.shares() == {} and watch.diagnosis().status == 1
-
-
 def test_an_average_late_in_a_long_loop_is_a_finding(healthy):
     young = changed(healthy, averages(0.9999, **WANTED, arrived=1.0))
     averages(0.9999, **WANTED, arrived=1.0)

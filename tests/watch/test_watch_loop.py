@@ -2,18 +2,15 @@
 line. test_planted_faults.py shows what it finds.
 """
 
-import copy
-
 import pytest
 import torch
+from healthy.shared import mlp, task, trained
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lowprec import rounding
 from lowprec.errors import Refused
 from lowprec.kernels import compiled
 from lowprec.optimizers import rounded
-from lowprec.optimizers.average import EMA
 from lowprec.watch import adapters
 from lowprec.watch.verdicts import LINE_WIDTH, Diagnosis, Finding
 from lowprec.watch.watch import Watch
@@ -196,57 +193,6 @@ def test_the_share_is_that_of_the_tensor():
     assert ("update", "small") in losing(watch) and ("update", "large") not in losing(watch)
 
 
-# ---- Averages ----------------------------------------------------------------------------------------------
-
-
-def averages(model):
-    """{kind: (what Watch is given, how it is updated)} of decay 0.9."""
-    named = list(model.named_parameters())
-    shadow = {name: p.detach().clone() for name, p in named}
-    plain, ours = copy.deepcopy(model), EMA(named, 0.9, compiled=False)
-    torchs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def by_hand(tensors):
-        def move():
-            for name, p in model.named_parameters():
-                tensors[name].data.lerp_(p.detach(), 0.1)
-
-        return move
-
-    return {
-        "dict": (shadow, by_hand(shadow)),
-        "module": (plain, by_hand(dict(plain.named_parameters()))),
-        "optim.EMA": (ours, ours.update),
-        "AveragedModel": (torchs, lambda: torchs.update_parameters(model)),
-    }
-
-
-@pytest.mark.parametrize("kind", ["dict", "module", "optim.EMA", "AveragedModel", "EMAModel"])
-def test_every_kind_of_average_is_read(kind):
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if kind == "EMAModel":
-        training_utils = pytest.importorskip("diffusers.training_utils")
-        average = training_utils.EMAModel(model.parameters(), decay=0.9, min_decay=0.9)
-        update = lambda: average.step(model.parameters())  # noqa: E731
-    else:
-        average, update = averages(model)[kind]
-    watch = Watch(model, optimizer, average, every=2)
-    train(model, optimizer, average=update)
-    assert losing(watch) == set(), str(watch)
-    assert watch.shares()["0.weight"]["ema"] < 1e-3
-    adapter = adapters.Average.of(average, model)
-    assert adapter.decay == (None if kind in ("dict", "module") else 0.9)
-    train(model, optimizer)  # and now nobody updates it
-    assert ("ema", "0.weight") in losing(Watched(model, optimizer, average))
-
-
-def Watched(model, optimizer, average):
-    watch = Watch(model, optimizer, average, every=2)
-    train(model, optimizer)
-    return watch
-
-
 # ---- Wrappers and refusals ---------------------------------------------------------------------------------
 
 
@@ -327,32 +273,15 @@ def test_before_the_first_step_there_is_nothing_to_say():
     assert losing(watch) == {("step", "")}
 
 
-@pytest.mark.parametrize("first", [lambda: nn.Linear(8, 0), lambda: nn.Embedding(4, 0)])
-def test_empty_parameters_are_passed_by(first):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.work = first(), nn.Linear(8, 1)
-
-        def forward(self, x):
-            return self.work(x)
-
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    watched = Watch(model, optimizer, every=1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-    assert watched.looks == 3 and "first.weight" not in str(watched)
+@pytest.mark.parametrize("empty", [lambda: nn.Linear(32, 0), lambda: nn.Embedding(4, 0)])
+def test_empty_parameters_are_passed_by(empty):
+    net = nn.ModuleDict({"first": empty(), "work": mlp()})
+    watch = trained(net, loss=lambda net, step: task(net["work"], step), steps=3, every=1)
+    assert watch.looks == 3 and "first.weight" not in str(watch)
 
 
 def test_sparse_gradients_are_gradients():
-    model = nn.Embedding(4, 8, sparse=True)
-    optimizer = torch.optim.SparseAdam(model.parameters())
-    watched = Watch(model, optimizer, every=1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.tensor([1])).sum().backward()
-        optimizer.step()
-    assert "never has a gradient" not in str(watched)
+    net = nn.Embedding(4, 8, sparse=True)
+    optimizer = torch.optim.SparseAdam(net.parameters())
+    watch = trained(net, optimizer, lambda net, step: net(torch.tensor([1])).sum(), steps=3, every=1)
+    assert "never has a gradient" not in str(watch)
