@@ -60,6 +60,7 @@ PARAMETERS = {  # (--model, --size, what --data begins with): parameters of the 
     ("gpt", "tiny", "text"): 217_664,  # windows of 64, too
     ("gpt", "1M", "text"): 836_736,
     ("gpt", "3M", "text"): 2_730_432,
+    ("moe", "tiny", ""): 611_904,
     ("bdh", "tiny", ""): 229_376,
     ("bdh", "1M", "text"): 851_968,
     ("cnn", "tiny", ""): 94_186,
