@@ -109,14 +109,16 @@ GPTS = {"tiny": (4, 64, 4), "1M": (4, 128, 4), "3M": (6, 192, 6), "25M": (8, 512
 # size: (depth, width, heads, experts)
 MIXTURES = {"tiny": (4, 64, 4, 4), "2M": (4, 128, 4, 4), "35M": (8, 256, 8, 8)}
 CHOSEN_EXPERTS = 2  # of a mixture, at each position
+BALANCE = 0.01  # of the imbalance of each mixture, in the loss: the weight of the Switch Transformer
 
 
 class Mixture(nn.Module):
-    """In place of an MLP: x [B, T, width] -> the same shape, of the experts that a router chooses at each
-    position, weighted by the softmax of its scores. The matrices of all experts lie in two parameters.
+    """In place of an MLP: x [B, T, width] -> (the same shape, imbalance), of the two experts that a router
+    chooses at each position, weighted by the softmax of their scores. The matrices of all experts lie in two
+    parameters.
 
     Every expert is computed everywhere, and counts nothing where it was not chosen: so no shape depends on a
-    value, at the cost of products that are thrown away. No term of the loss keeps the experts equally busy.
+    value, at the cost of products that are thrown away.
     """
 
     def __init__(self, width, experts):
@@ -126,17 +128,31 @@ class Mixture(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, 4 * width, width))
 
     def forward(self, x):
-        scores = self.router(x)[..., None]  # [B, T, E, 1]
-        least = scores.topk(CHOSEN_EXPERTS, dim=2).values[:, :, -1:]
-        weights = scores.masked_fill(scores < least, -math.inf).softmax(2)
+        scores = self.router(x)  # [B, T, E]
+        best = scores.topk(CHOSEN_EXPERTS, dim=2).indices
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(2, best, True)
+        weights = scores.masked_fill(~chosen, -math.inf).softmax(2)
         inner = F.gelu(torch.matmul(x[:, None], self.up))  # [B, E, T, 4 width]
         found = torch.matmul(inner, self.down).transpose(1, 2)  # [B, T, E, width]
-        return (weights * found).sum(2)
+        return (weights[..., None] * found).sum(2), imbalance(scores, chosen)
+
+
+def imbalance(scores, chosen):
+    """How unevenly busy experts are, an fp32 number: 1 where all are chosen equally often, and up to
+    E / CHOSEN_EXPERTS where a few always are. Of the positions of one micro-batch, on one rank.
+
+    scores, and whether an expert was chosen: [B, T, E]. The Switch Transformer's E sum f P (arXiv 2101.03961,
+    equations 4 to 6): f is an expert's share of the choices, which has no gradient, and P its mean
+    probability.
+    """
+    f = chosen.float().mean((0, 1)) / CHOSEN_EXPERTS
+    p = scores.float().softmax(2).mean((0, 1))
+    return len(f) * (f * p).sum()
 
 
 class Layer(nn.Module):
     """One layer of a GPT: causal attention, then an MLP or a mixture of experts, each behind an RMSNorm. x,
-    and what comes of it: [B, T, width].
+    and what comes of it: [B, T, width]; with a mixture, (that, its imbalance).
     """
 
     def __init__(self, width, heads, experts=0):
@@ -156,8 +172,10 @@ class Layer(nn.Module):
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
-        mlp = self.mixture or self.mlp
-        return x + mlp(self.norm2(x))
+        if self.mixture is None:
+            return x + self.mlp(self.norm2(x))
+        found, uneven = self.mixture(self.norm2(x))
+        return x + found, uneven
 
     def mlp(self, x):
         return self.down(F.gelu(self.up(x)))
@@ -169,7 +187,10 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """ids int64 [B, T], T at most `block` -> logits [B, T, 256]. The head is tied to the embedding."""
+    """ids int64 [B, T], T at most `block` -> logits [B, T, 256]. The head is tied to the embedding.
+
+    With experts, in training: (logits, the imbalance of all its mixtures in sum).
+    """
 
     def __init__(self, depth, width, heads, block, experts=0):
         super().__init__()
@@ -189,9 +210,16 @@ class GPT(nn.Module):
 
     def forward(self, ids):
         x = self.embed(ids) + self.position_embed(torch.arange(ids.shape[1], device=ids.device))
+        uneven = []
         for layer in self.layers:
             x = layer(x)
-        return self.lm_head(self.final_norm(x))
+            if layer.mixture is not None:
+                x, of_layer = x
+                uneven.append(of_layer)
+        logits = self.lm_head(self.final_norm(x))
+        if uneven and self.training:
+            return logits, sum(uneven)
+        return logits
 
 
 # ---- BDH ---------------------------------------------------------------------------------------------------
@@ -357,11 +385,15 @@ class Language(Task):
     # -- training and scoring
 
     def loss(self, model, batch, rng, step):
-        """Cross-entropy in nats a byte of inputs and targets, int64 [B, T]. Dropout draws from torch's
-        generator.
+        """Cross-entropy in nats a byte of inputs and targets, int64 [B, T]; in training of a mixture of
+        experts also BALANCE times its imbalance. Dropout draws from torch's generator.
         """
         ids, targets = batch
-        return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+        answer = model(ids)
+        if torch.is_tensor(answer):
+            return F.cross_entropy(answer.flatten(0, 1), targets.flatten())
+        logits, uneven = answer
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + BALANCE * uneven
 
     def told(self, scores):
         return "\n".join(scores["text"])

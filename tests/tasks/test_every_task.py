@@ -113,7 +113,7 @@ RECIPES = [  # of a task, and the recipe
     ("--task classify --model vit", "--sparse24 srste"),
     (TEXT, f"{LOW} --accumulate 2 --checkpoint_activations"),
     (f"{TEXT} --model moe", f"{LOW} --fp4 nvfp4"),
-    (f"{TEXT} --model moe", "--fp16"),
+    (f"{TEXT} --model moe", "--fp16 --checkpoint_activations --accumulate 2"),
     (f"{TEXT} --model bdh", "--pure_bf16 --kahan --set islands=embed"),
     ("--task vae", f"{LOW} --opt8bit --set islands=norm+final"),
     ("--task vae --perceptual 0.1 --adversarial 0.1", "--set loss=bf16 --set perceptual=bf16"),

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from cli import checkpoint, command, metrics, one_line, summary
 
 import strategies
-from lowprec.layers.fp8 import Scaling
-from lowprec.precision import Precision, recipe
+from lowprec.precision import recipe
 from tasks import language
-from tasks.language import BDH, BDHS, GPT, GPTS, TEXT_FILE, Language, Text, Windows, rotary, rotate
+from tasks.language import BDH, BDHS, GPT, GPTS, TEXT_FILE, Language, Text, Windows
 from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -120,6 +119,30 @@ def test_gpt_attends_as_a_causal_softmax_does():
     torch.testing.assert_close(model(tokens), rms(y) @ model.embed.weight.T)
 
 
+def test_a_mixture_is_of_two_experts_even_where_all_scores_are_equal():
+    mixture = language.Mixture(8, experts=3)
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        mixture.router.weight.zero_()
+        mixture.up.normal_()
+        mixture.down.normal_()
+        answers = (F.gelu(x[:, None] @ mixture.up) @ mixture.down).unbind(1)  # of each expert: [B, T, width]
+        found, uneven = mixture(x)
+    pairs = torch.stack([answers[0] + answers[1], answers[0] + answers[2], answers[1] + answers[2]]) / 2
+    assert ((found - pairs).abs().amax(3).amin(0) < 1e-4).all()
+    assert uneven == pytest.approx(1)  # their probabilities are equal, whoever is chosen
+
+
+def test_in_training_a_mixture_is_held_to_busy_experts_as_in_the_switch_transformer():
+    scores = torch.tensor([[[2.0, 1.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0]]])
+    p = scores.softmax(2)[..., :2].sum() / 2  # the two that are chosen share all the work
+    assert language.imbalance(scores, scores > 0.5) == pytest.approx(4 * p.item() / 2)
+    made = task(model="moe")
+    model, batch = made.net(), made.data.train[[0, 1]]
+    added = made.loss(model, batch, Rng(0), 0) - made.loss(model.eval(), batch, Rng(0), 0)
+    assert 0.02 <= added.item() < 0.03  # of two mixtures, a hundredth of 1 or a little more each
+
+
 def rms(x):
     return x / x.square().mean(-1, keepdim=True).add(torch.finfo(x.dtype).eps).sqrt()
 
@@ -154,18 +177,6 @@ def test_rotary_phases_are_those_of_float64(cast):
     i = torch.arange(256, dtype=torch.float64) // 2 * 2
     angle = torch.arange(600, dtype=torch.float64)[:, None] * 65536.0 ** (-i / 256)
     assert (cos - angle.cos()).abs().max() < 1e-4 and (sin - angle.sin()).abs().max() < 1e-4
-
-
-def test_rotation_keeps_lengths_and_reads_differences_of_positions():
-    cos, sin = (t.double() for t in rotary(50, 8, "cpu"))
-    x = torch.randn(8, dtype=torch.float64)
-    turned = rotate(x.expand(50, 8), cos, sin)
-    torch.testing.assert_close(turned.norm(dim=1), x.norm().expand(50))
-    products = turned @ turned.T
-    for lag in (0, 1, 7):
-        diagonal = products.diagonal(lag)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=1e-4)
-    assert rotate(torch.ones(50, 8).bfloat16(), *rotary(50, 8, "cpu")).dtype == torch.bfloat16
 
 
 def test_sizes_are_equal_and_as_published():
@@ -204,7 +215,7 @@ def test_the_committed_text_is_the_one_that_the_docstring_names():
 def test_train_and_heldout_share_no_byte(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(bytes(range(200)) + b"\xff" * 10)
-    text = Text(path, 16)
+    text = Text(path, 20)  # the largest block that a tenth of it lets one have
     assert text.train.text.tolist() == list(range(189)) and text.heldout.text.numel() == 21
 
 
@@ -231,11 +242,6 @@ def test_bad_texts_end_with_one_line(spec, words, capsys):
     assert quick("--data", spec) == 2
     assert words in one_line(capsys)
     assert not Path("runs").exists()
-
-
-def test_a_text_that_just_suffices_is_trained_on():
-    Path("short.txt").write_bytes(b"abcdefg " * 21 + b"ab")
-    assert quick("--data", "text:short.txt", steps=2) == 0
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -301,14 +307,3 @@ def test_bare_parameters_are_multiplied_in_fp8_and_the_ledger_says_so(capsys):
     assert {"fp8_underflow_input", "fp8_saturated_grad"} <= set(metrics()[-1])
     assert command("--diagnose", "runs/run") in (0, 1)
     assert "fp8" in capsys.readouterr().out
-
-
-def test_fp8_products_of_bdh_are_near_those_of_fp32():
-    exact, low = net("bdh").eval(), net("bdh")
-    run = Precision(low, recipe(fp8=True, fp8_backend="emulate"))
-    low.eval()
-    scalings = [m for m in low.modules() if isinstance(m, Scaling)]
-    assert len(scalings) == 6 and all(s.options is not None for s in scalings)
-    with torch.no_grad():
-        difference = (run(ids(2, 16)) - exact(ids(2, 16))).norm() / exact(ids(2, 16)).norm()
-    assert 1e-3 < difference < 0.3
