@@ -224,7 +224,6 @@ RECIPES = {
     "islands": dict(pure_bf16=True, stochastic=True, sites=["islands=norm+embed+final", "accumulate=fp32"]),
 }
 PEERS = ["torchastic", "optimi", "adamw_bf16", "torchao", "torch"]  # of bf16 weights
-every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
 def net(seed=0, width=8):

@@ -2,6 +2,7 @@
 where its states lie on the CPU, where gradients are freed within backward, with and without averages.
 """
 
+import copy
 import functools
 import itertools
 
@@ -119,19 +120,37 @@ ELSEWHERE = {
 PLACES = [*itertools.product(CASES, ["released", "away"]), *itertools.product(CASES[::5], ELSEWHERE)]
 
 
-@pytest.mark.parametrize("case, place", dict.fromkeys(PLACES), ids=str)
-def test_it_has_the_same_bits(case, place):
-    run, reports = plain(*case)
+def run_elsewhere(case, place, seed=0):
     options = dict(ELSEWHERE[place])
     if place.startswith("away"):
         options["states_on"] = Offload(options["states_on"]())
+    return run_of(*case, seed=seed, **options)
+
+
+@pytest.mark.parametrize("case, place", dict.fromkeys(PLACES), ids=str)
+def test_it_has_the_same_bits(case, place):
+    run, reports = plain(*case)
     if place == "released" and case[1] == "fp16":
-        refused(lambda: run_of(*case, **options), "--fp16")
+        refused(lambda: run_elsewhere(case, place), "--fp16")
         return
-    other = run_of(*case, **options)
+    other = run_elsewhere(case, place)
     (own,), (report,) = go(other), reports
     assert own == {name: report[name] for name in own} and equal(run, other)
     if place.startswith("away"):
         parts = getattr(other.optimizer, "parts", [other.optimizer])
         assert sum(len(part._buckets) for part in parts) >= 5
         assert other.away.traffic.rooms
+
+
+@pytest.mark.parametrize("place", ["released", "away"])
+@pytest.mark.parametrize("way", ["kahan", "stochastic opt8bit", "split opt4bit"])
+def test_it_goes_on_elsewhere_and_here_again(way, place):
+    case = "adamw", way
+    whole, begun = run_of(*case), run_elsewhere(case, place)
+    steps(whole, 4), steps(begun, 2)
+    saved = common.through_a_file(begun.state_dict())
+    for run in (run_of(*case, seed=1), run_elsewhere(case, place, seed=1)):
+        steps(run, 1)  # moments are on their way when the state comes
+        run.load_state_dict(copy.deepcopy(saved))
+        steps(run, 2, first=2)
+        assert equal(whole, run)

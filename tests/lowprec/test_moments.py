@@ -5,12 +5,10 @@ import itertools
 import common
 import pytest
 import torch
-import torch.nn.functional as F
 from common import (
     BF16,
     FLOATS,
     KINDS,
-    PACKAGE,
     coder,
     correlation,
     draw,
@@ -30,35 +28,6 @@ eager = common.eager
 
 FLAG = {"int8": dict(opt8bit=True), "int4": dict(opt4bit=True)}
 FLAG |= {kind: dict(sites=[f"exp_avg={kind}", f"exp_avg_sq={kind}"]) for kind in ("log4", *FLOATS, "flash8")}
-LOW = dict(pure_bf16=True)
-WRITES = {
-    "fp32": {},
-    "fp32 stochastic": dict(stochastic=True),
-    "bf16": LOW,
-    "stochastic": dict(LOW, stochastic=True),
-    "kahan": dict(LOW, kahan=True),
-    "kahan+stochastic": dict(LOW, kahan=True, stochastic=True),
-    "split": dict(LOW, master="split"),
-    "split stochastic": dict(LOW, master="split", stochastic=True),
-    "split8 stochastic": dict(LOW, master="split8", stochastic=True),
-}
-COMBINATIONS = [
-    ("fp32", "int8"),
-    ("fp32 stochastic", "int4"),
-    ("bf16", "int4"),
-    ("stochastic", "e4m3"),
-    ("stochastic", "log4"),
-    ("kahan", "int8"),
-    ("kahan+stochastic", "int4"),
-    ("split", "int8"),
-    ("split stochastic", "e5m2"),
-    ("split8 stochastic", "flash8"),
-]
-
-
-def start(model, write, kind, **options):
-    coder(kind)
-    return Precision(model, recipe(**WRITES[write], **FLAG[kind]), **options)
 
 
 def optimizer(kind, params, **options):
@@ -188,31 +157,6 @@ def test_states_of_another_kind_are_refused():
     made["int8"].load_state_dict(saved)
 
 
-def test_the_moments_can_be_held_in_different_ways():
-    coder("int8"), coder("int4")
-    run = Precision(nn.Linear(64, 64, bias=False), recipe(sites=["exp_avg=int4", "exp_avg_sq=int8"]))
-    state = run.optimizer.state[run.params[0]]
-    assert state["exp_avg"].numel() == 2048 and state["exp_avg_sq"].numel() == 4096
-    low = recipe(pure_bf16=True, stochastic=True, sites=["exp_avg=int8"])
-    run = Precision(nn.Linear(64, 64, bias=False), low)
-    state = run.optimizer.state[run.params[0]]
-    assert state["exp_avg"].dtype == torch.uint8 and state["exp_avg_sq"].dtype == BF16
-
-
-@pytest.mark.parametrize("write, kind", [("fp32", "int8"), ("split stochastic", "int8"), ("fp32", "e4m3")])
-def test_telemetry_knows_the_update_before_any_rounding(write, kind):
-    torch.manual_seed(0)
-    run = start(nn.Linear(64, 64, bias=False), write, kind, lr=1e-2, weight_decay=0.1)
-    x = torch.randn(32, 64)
-    for _ in range(3):
-        before = run.weights("raw")["weight"].clone()
-        run.backward(F.mse_loss(run(x), x))
-        report = run.step(measure=True)
-        change = run.weights("raw")["weight"] - before
-        assert report["update_ratio"] == pytest.approx((change.norm() / before.norm()).item(), rel=1e-4)
-        assert report["update_survival"] > 0.999
-
-
 # ---- The frozen second moment ------------------------------------------------------------------------------
 # gradients of every other entry drop to a hundredth, and what protects from it
 
@@ -233,9 +177,9 @@ def after_a_drop(made, p):
     return [(held[part].mean() / exact[part].mean()).item() for part in (dropped, ~dropped)]
 
 
-def holder(kind, update, beta2, device="cpu"):
+def holder(kind, update, beta2):
     coder(kind)
-    p = nn.Parameter(torch.zeros(4096, device=device))
+    p = nn.Parameter(torch.zeros(4096))
     return AdamW([p], lr=0.0, betas=(0.9, beta2), exp_avg_sq=kind, update=update), p
 
 
@@ -306,140 +250,7 @@ def test_the_librarys_updates_of_bf16_weights_are_lost():
     assert regression(bitsandbytes.optim.AdamW8bit([p], lr=4e-4, weight_decay=0), p) > 0.9
 
 
-@pytest.mark.parametrize("moments", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")], ids="-".join)
-def test_8_bit_floats_train_as_fp32_moments_do(moments):
-    """Weights are fp32, so that the moments alone differ. To nearest 0.4 % to 1 % more is left."""
-    p, reference = ones(torch.float32), fp32_left()
-    made = AdamW([p], lr=4e-4, update="stochastic", exp_avg=moments[0], exp_avg_sq=moments[1])
-    assert abs(regression(made, p) - reference) < 0.002
-
-
-# ---- Bytes -------------------------------------------------------------------------------------------------
-
-
-def allocated(run):
-    """Bytes of weights, gradients and optimiser state; storage that several tensors share counts once."""
-    found = []
-    for p in run.params:
-        found += [p.data, p.grad, *(t for t in run.optimizer.state[p].values() if torch.is_tensor(t))]
-    for its_coder in run.optimizer.coders.values():
-        found += getattr(its_coder, "tables", {}).values()
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())
-
-
-@pytest.mark.parametrize("write, kind", COMBINATIONS)
-def test_the_ledger_is_what_is_allocated(write, kind):
-    coder(kind).__dict__.get("tables", {}).clear()  # those of other tests
-    run = start(nn.Sequential(nn.Linear(512, 256), nn.Linear(256, 513)), write, kind)
-    run.backward(run(torch.randn(2, 512)).square().mean())
-    grads = [p.grad for p in run.params]
-    run.step()
-    for p, g in zip(run.params, grads, strict=True):
-        p.grad = g
-    n = sum(p.numel() for p in run.params)
-    ledger = run.ledger()
-    assert ledger.state_bytes * n == pytest.approx(allocated(run), abs=0.01)
-    (row,) = [row for row in ledger.rows if row["site"] == "exp_avg_sq"]
-    assert row["value"] == kind and f"769 of {n:,} in small tensors stay fp32" in row["why"]
-    assert PACKAGE.get(kind, "8-bit floats" if kind != "flash8" else "FlashOptim") in row["why"]
-
-
-TARGETS = [
-    ("stochastic", "int8", 6.03),
-    ("kahan", "int8", 8.03),
-    ("split", "int8", 8.03),
-    ("fp32", "int8", 10.03),
-    ("stochastic", "int4", 5.06),
-    ("split", "int4", 7.06),
-    ("fp32", "int4", 9.06),
-    ("stochastic", "e4m3", 6.03),
-    ("split8 stochastic", "flash8", 7.25),
-]
-
-
-@pytest.mark.parametrize("write, kind, size", TARGETS)
-def test_bytes_a_parameter_of_large_tensors(write, kind, size):
-    with torch.device("meta"):
-        model = nn.Linear(4096, 4096, bias=False)
-    assert round(start(model, write, kind).ledger().state_bytes, 2) == size
-
-
-@pytest.mark.parametrize("write", ["fp32", "bf16"])
-def test_the_published_peer_runs_and_its_ledger_says_so(write):
-    pytest.importorskip("bitsandbytes")
-    run = start(nn.Linear(65, 64), write, "int8", optimizer="bitsandbytes", lr=1e-2)
-    x = torch.randn(8, 65)
-    for _ in range(2):
-        run.backward(F.mse_loss(run(x), x[:, :64]))
-        grads = [p.grad for p in run.params]
-        report = run.step(measure=True)
-    for p, g in zip(run.params, grads, strict=True):
-        p.grad = g
-    n, ledger = sum(p.numel() for p in run.params), run.ledger()
-    assert type(run.optimizer.inner).__name__ == "AdamW8bit" and 0 < report["exp_avg_sq_moved"] <= 1
-    assert ledger.state_bytes * n == pytest.approx(allocated(run), abs=0.01)
-    whys = {row["why"] for row in ledger.rows if row["site"].startswith("exp_avg")}
-    assert whys == {"as bitsandbytes does it"}
-
-
-# ---- On a GPU ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.compiled
-@pytest.mark.parametrize("write, kind", COMBINATIONS)
-def test_every_combination_learns_on_cuda(write, kind):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).cuda()
-    run = start(model, write, kind, lr=3e-3)
-    x = torch.randn(64, 64, device="cuda")
-    losses = []
-    for _ in range(100):
-        loss = F.mse_loss(run(x), x)
-        run.backward(loss)
-        run.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    saved = through_a_file(run.state_dict())
-    for state in saved["optimizer"]["state"].values():
-        assert all(t.is_cuda for t in state.values() if torch.is_tensor(t))
-
-
-@pytest.mark.gpu
-@pytest.mark.compiled
-def test_the_second_moment_falls_on_cuda_too():
-    dropped, others = after_a_drop(*holder("int8", "stochastic", 0.999, "cuda"))
-    assert dropped == pytest.approx(1, abs=0.05) and others == pytest.approx(1, abs=0.05)
-
-
 LENGTHS = (4097, 5001)
-
-
-@pytest.mark.parametrize("update", ["nearest", "stochastic"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_codes_of_odd_lengths_step_and_resume_bit_for_bit(kind, update):
-    grads = gradients(LENGTHS, 4)
-
-    def made():
-        params = [nn.Parameter(torch.ones(n)) for n in LENGTHS]
-        return params, optimizer(kind, params, update=update, lr=0.01, seed=4)
-
-    params, whole = made()
-    feed(whole, params, grads[:2])
-    saved = through_a_file({"optimizer": whole.state_dict(), "params": [p.detach() for p in params]})
-    feed(whole, params, grads[2:])
-    others, resumed = made()
-    with torch.no_grad():
-        for p, t in zip(others, saved["params"], strict=True):
-            p.copy_(t)
-    resumed.load_state_dict(saved["optimizer"])
-    feed(resumed, others, grads[2:])
-    for p, q in zip(params, others, strict=True):
-        assert torch.equal(p, q) and same_state(whole.state[p], resumed.state[q])
-    for p in params:
-        c, state = coder(kind), whole.state[p]
-        codes, scales = c.sizes(p.numel())
-        assert state["exp_avg"].shape == (codes,) and state["exp_avg_scale"].shape == (scales,)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -458,28 +269,6 @@ def test_moments_of_odd_lengths_are_near_those_of_fp32(kind):
             assert (value - wanted).norm() < tolerance * wanted.norm()
             end = slice(p.numel() - p.numel() % 128, None)  # the shorter last block is no worse
             assert (value - wanted)[end].norm() < 2 * tolerance * wanted[end].norm()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_of_odd_lengths_are_those_allocated(kind):
-    params = [nn.Parameter(torch.ones(n)) for n in (*LENGTHS, 100)]
-    made = optimizer(kind, params, update="stochastic")
-    feed(made, params, gradients([*LENGTHS, 100], 1))
-    state = [made.state[p] for p in params]
-    told, c = made.nbytes(), coder(kind)
-    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        own = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for s in state
-            for t in tensors(s, name)
-        }
-        assert told[name] == sum(own.values()) + c.table_bytes(signed, True)
-        assert sum(own.values()) == 4 * 100 + sum(-(-n * c.bits // 8) + 4 * -(-n // c.block) for n in LENGTHS)
-    assert told["kahan"] == told["master"] == 0
-
-
-def tensors(state, name):
-    return [state[key] for key in (name, f"{name}_scale") if key in state]
 
 
 def test_a_state_that_was_kept_in_fp32_by_the_old_rule_is_encoded():

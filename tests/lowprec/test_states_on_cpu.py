@@ -6,7 +6,6 @@ allow, or at once. `Ordered` proves from the promises alone that two accesses of
 write, always have an order.
 """
 
-import copy
 import functools
 
 import cli
@@ -14,7 +13,7 @@ import common
 import pytest
 import torch
 import torch.nn.functional as F
-from common import BF16, RECIPES, batches, equal, net, refused, start, steps, through_a_file
+from common import BF16, RECIPES, batches, equal, net, refused, start, steps
 from torch import nn
 
 import train
@@ -196,18 +195,6 @@ def test_telemetry_and_watch_tell_the_same(name, small_buckets):
     assert equal(plain, away)
 
 
-@pytest.mark.parametrize("name", ["fp32", "stochastic opt8bit", "kahan", "split opt4bit"])
-def test_resume_is_exact_and_may_change_its_mind(name, small_buckets):
-    whole, first = twins(name)
-    steps(whole, 4), steps(first, 2)
-    state = through_a_file(first.state_dict())
-    for run in twins(name):
-        steps(run, 1)  # moments on their way when the state comes
-        run.load_state_dict(copy.deepcopy(state))
-        steps(run, 2, first=2)
-        assert equal(whole, run)
-
-
 # ---- Order -------------------------------------------------------------------------------------------------
 
 
@@ -240,37 +227,6 @@ def test_all_accesses_of_a_memory_are_ordered(small_buckets):
     assert steps[:2] == [2, 5]
     for step in steps[:6]:  # while a bucket is stepped the next one is on its way: nothing orders these two
         assert step - 1 not in traffic.book[step][0] and step not in traffic.book[step - 1][0]
-
-
-FORGOTTEN = ["need", "free", "left", "now"]
-
-
-@pytest.mark.parametrize("forgotten", FORGOTTEN)
-def test_what_does_not_wait_is_found(forgotten, small_buckets, monkeypatch):
-    """Each of the four kinds of waiting, left out."""
-    copied = Ordered.copy
-
-    def copy(self, way, pairs, after):
-        first = all(isinstance(event, set) for event in after[:1])
-        kept = {
-            "need": after,
-            "free": after if way == "out" or first else [],  # a room is filled before it was emptied
-            "left": after[:1] if way == "in" and first else after,  # before the last step's moments are back
-            "now": [] if way == "out" else after,  # moments leave before they are stepped
-        }[forgotten]
-        return copied(self, way, pairs, kept)
-
-    monkeypatch.setattr(Ordered, "copy", copy)
-    if forgotten == "need":
-        monkeypatch.setattr(Ordered, "need", lambda self, copied: None)
-    assert any(book(tensors).races() for tensors in (2, 7))
-
-
-def test_a_step_before_its_moments_came_has_other_bits(small_buckets, monkeypatch):
-    monkeypatch.setattr(Late, "need", lambda self, copied: None)
-    plain, away = twins("fp32")
-    steps(plain, 2), steps(away, 2)
-    assert not common.same(plain.params[0].detach(), away.params[0].detach())
 
 
 def test_a_room_has_what_a_state_needs_and_kernels_can_read_it():

@@ -1,12 +1,13 @@
 """precision.View and Cast: arguments and outputs, mixed dtypes, islands."""
 
+import copy
 import functools
 
 import common
 import pytest
 import torch
 import torch.nn.functional as F
-from common import BF16, batches, draw, net, refused, same, start, through_a_file, train
+from common import BF16, batches, draw, net, refused, same, start, train
 from torch import nn
 
 from lowprec.cast import exact_modules
@@ -375,16 +376,6 @@ def test_a_tied_head_is_an_island_with_its_embedding(islands):
     assert run(torch.arange(5)).shape == (5, 10)
 
 
-def test_running_statistics_of_an_island_stay_fp32():
-    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1))
-    model[1].running_mean.fill_(1 / 3)
-    run = start(dict(pure_bf16=True, sites=["islands=norm"]), model)
-    assert same(model[1].running_mean, torch.full((4,), 1 / 3))
-    assert model[1].num_batches_tracked.dtype == torch.int64
-    run(torch.randn(2, 1, 4, 4))
-    assert model[1].running_mean.dtype == torch.float32 and model[1].num_batches_tracked == 1
-
-
 class Rotary(nn.Module):
     """(x [B, 16]) -> [B, 16]: frequencies like RoPE's, statistics of a norm, a mask."""
 
@@ -400,15 +391,9 @@ class Rotary(nn.Module):
         return self.last(self.norm(h)).masked_fill(~self.mask, 0)
 
 
-def rotary(sites=(), **options):
-    torch.manual_seed(0)
-    model = Rotary()
-    return model, start(dict(LOW, sites=list(sites)), model, lr=1e-2, ema_decay=0.9, **options)
-
-
-def train_rotary(run, steps, seed=0):
+def train_rotary(run, steps):
     for step in range(steps):
-        x = draw(32, 16, seed=100 * seed + step) + 3
+        x = draw(32, 16, seed=step) + 3
         run.backward((run(x) - x).square().mean())
         run.step()
 
@@ -416,38 +401,39 @@ def train_rotary(run, steps, seed=0):
 def test_statistics_and_frequencies_keep_their_bits_in_a_bf16_net():
     torch.manual_seed(0)
     plain = Rotary()
-    frequencies = plain.frequencies.clone()
-    model, run = rotary()
-    assert same(model.frequencies, frequencies) and model.mask.dtype == torch.bool
-    assert model.layer.weight.dtype == BF16 and model.norm.weight.dtype == torch.float32
+    model = copy.deepcopy(plain)
+    run = start(LOW, model, lr=1e-2)
+    assert same(model.frequencies, plain.frequencies) and model.layer.weight.dtype == BF16
     train_rotary(run, 20)
-    assert model.norm.running_mean.dtype == model.norm.running_var.dtype == torch.float32
-    assert not same(model.norm.running_mean, model.norm.running_mean.to(BF16).float()), (
-        "they have fp32's bits"
-    )
-    assert model.norm.num_batches_tracked == 20
     # statistics follow those of the fp32 run, though weights are bf16
-    reference = start({}, plain, lr=1e-2)
-    train_rotary(reference, 20)
+    train_rotary(start({}, plain, lr=1e-2), 20)
     torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean, rtol=0.1, atol=0.05)
 
 
-def test_buffers_are_cast_on_request():
-    model, run = rotary(["buffers=bf16"])
-    assert model.frequencies.dtype == model.norm.running_mean.dtype == model.norm.weight.dtype == BF16
-    assert model.mask.dtype == torch.bool and model.norm.num_batches_tracked.dtype == torch.int64
-    train_rotary(run, 2)
-    assert same(model.norm.running_mean, model.norm.running_mean.to(BF16))
+CAST, NORM = "buffers=bf16", dict(dtypes={"norm": "bf16"})
+ADAPTERS = dict(lora=4, dtypes={"frequencies": "bf16"})
+HELD = [  # flags, sites, options, what is frozen, dtypes of the frequencies and of the norm
+    (LOW, [], {}, None, torch.float32, torch.float32),
+    (LOW, [CAST], {}, None, BF16, BF16),
+    (LOW, [CAST, "islands=norm"], {}, None, BF16, torch.float32),
+    (LOW, [CAST], dict(fp32_modules=["norm"]), None, BF16, torch.float32),
+    (dict(bf16=True), ["frozen=bf16"], ADAPTERS, None, BF16, torch.float32),
+    *((flags, [], NORM, "norm", torch.float32, BF16) for flags in ({}, dict(bf16=True), LOW)),
+]
 
 
-def test_statistics_follow_a_norm_that_is_fp32():
-    for model, run in (
-        rotary(["buffers=bf16", "islands=norm"]),
-        rotary(["buffers=bf16"], fp32_modules=["norm"]),
-    ):
-        assert model.norm.running_mean.dtype == model.norm.weight.dtype == torch.float32
-        assert model.frequencies.dtype == BF16
-        train_rotary(run, 2)
+@pytest.mark.parametrize("flags, sites, options, frozen, frequencies, norm", HELD)
+def test_what_buffers_are_held_in(flags, sites, options, frozen, frequencies, norm):
+    torch.manual_seed(0)
+    model = Rotary()
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
+    train_rotary(start(dict(flags, sites=sites), model, lr=1e-2, **options), 3)
+    assert model.frequencies.dtype == frequencies and model.mask.dtype == torch.bool
+    mean = model.norm.running_mean
+    assert mean.dtype == model.norm.running_var.dtype == model.norm.weight.dtype == norm
+    assert same(mean.float(), mean.to(BF16).float()) == (norm == BF16), "fp32 statistics have fp32's bits"
+    assert model.norm.num_batches_tracked.dtype == torch.int64 and model.norm.num_batches_tracked == 3
 
 
 def test_buffers_of_an_fp32_net_stay_and_complex_ones_too():
@@ -457,37 +443,3 @@ def test_buffers_of_an_fp32_net_stay_and_complex_ones_too():
     for flags in ({}, LOW):
         start(flags, model)
         assert torch.equal(model.turns, before) and model.frequencies.dtype == torch.float32
-
-
-def test_buffers_resume():
-    model, run = rotary()
-    train_rotary(run, 3)
-    saved = through_a_file(run.state_dict())
-    train_rotary(run, 3, seed=1)
-    other, again = rotary()
-    again.load_state_dict(saved)
-    train_rotary(again, 3, seed=1)
-    for (name, a), b in zip(model.named_buffers(), other.buffers(), strict=True):
-        assert torch.equal(a, b), name
-
-
-def test_statistics_beside_adapters_keep_their_bits_in_a_frozen_bf16_base():
-    torch.manual_seed(0)
-    model = Rotary()
-    flags = dict(bf16=True, sites=["frozen=bf16"])
-    run = start(flags, model, lr=1e-2, lora=4, dtypes={"frequencies": "bf16"})
-    train_rotary(run, 20)
-    assert model.layer.base.weight.dtype == BF16 and model.frequencies.dtype == BF16
-    statistics = model.norm.running_mean
-    assert statistics.dtype == model.norm.weight.dtype == torch.float32
-    assert not same(statistics, statistics.to(BF16).float()), "they have fp32's bits"
-
-
-@pytest.mark.parametrize("flags", [{}, dict(bf16=True), LOW], ids=["fp32", "bf16", "pure_bf16"])
-def test_a_frozen_norm_is_held_as_dtypes_names_it(flags):
-    torch.manual_seed(0)
-    model = Rotary()
-    model.norm.requires_grad_(False)
-    run = start(flags, model, lr=1e-2, dtypes={"norm": "bf16"})
-    train_rotary(run, 2)
-    assert model.norm.weight.dtype == model.norm.running_mean.dtype == BF16
