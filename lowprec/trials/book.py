@@ -60,6 +60,8 @@ class Book:
 
     def _read(self):
         found = read_file(self.file)
+        if not found["runs"]:  # nothing was finished: the new one takes its place
+            return
         for name, value in self.plan.items():
             if found["plan"].get(name) != value:
                 raise Refused(

@@ -96,7 +96,7 @@ class Training:
         torch.manual_seed(stream(self.seed, Stream.GLOBAL, self.done))
         total = torch.zeros(())
         for _ in range(self.run.options.accumulate):
-            loss = self._loss(self.run, self._next_batch())
+            loss = self._loss(self.run, self._next_batch(), f"batches({self.seed})")
             with in_one_line("backward() raised"):
                 self.run.backward(loss)
             total = total + loss.detach().float() / self.run.options.accumulate
@@ -114,9 +114,10 @@ class Training:
             f"data end, or give so many steps"
         )
 
-    def _loss(self, model, batch):
+    def _loss(self, model, batch, source):
         batch = tree_map(lambda x: x.to(self.device) if torch.is_tensor(x) else x, batch)
-        loss = self.problem.call("loss", model, batch)
+        with in_one_line(f"loss() of a batch of {source} raised"):
+            loss = self.problem.loss(model, batch)
         if not torch.is_tensor(loss) or loss.numel() != 1:
             raise Refused("loss(model, batch) is to return the mean loss, a tensor of one number")
         return loss.squeeze()
@@ -128,7 +129,7 @@ class Training:
         losses = []
         for i, batch in enumerate(self.problem.call("held_out")):
             torch.manual_seed(stream(0, Stream.FIXED, i))  # noise that the loss draws
-            losses.append(float(self._loss(view, batch)))
+            losses.append(float(self._loss(view, batch, "held_out()")))
         if not losses:
             raise Refused("held_out() yields nothing: it is to give the same batches at each call")
         return math.fsum(losses) / len(losses)

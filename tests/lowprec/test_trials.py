@@ -66,6 +66,8 @@ def losses(folder):
 
 
 def test_a_trial_tells_recipes_apart_and_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
+    # a file of which no training was finished stands in nobody's way
+    assert tried(tmp_path / "whole", monkeypatch, MINE.replace("0.01", "'0.01'")) == 2
     assert tried(tmp_path / "whole", monkeypatch) == 0
     rows = {row["recipe"]: row for row in json.loads(open("trial-mine.json").read())["rows"]}
     assert abs(rows["a last bit moved"]["change"]) < 0.1 * abs(rows["bf16"]["change"])
@@ -93,7 +95,8 @@ BAD = {
     "no-build": (("def build", "def make"), (), "has no function build"),
     "build-none": (("    return nn.Sequential", "    nn.Sequential"), (), "build() returned a NoneType"),
     "build-raises": (("    return nn", "    1 / 0\n    return nn"), (), "build() raised ZeroDivisionError"),
-    "loss-raises": (("model(batch +", "model(None +"), (), "loss() raised TypeError"),
+    "loss-raises": (("model(batch +", "model(None +"), (), "of batches(0) raised TypeError"),
+    "one-held-out": (("islice(batches(99), 2)", "chain([None])"), (), "of a batch of held_out() raised"),
     "no-data": (("    while True:", "    while False:"), (), "batches(0) yields nothing"),
     "data-end": (("    while True:", "    for _ in range(7):"), (), "batches(0) ended after 7 of 40 steps"),
     "nothing-held-out": (("99), 2)", "99), 0)"), (), "held_out() yields nothing"),
