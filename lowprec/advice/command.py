@@ -42,6 +42,18 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def number_of_parameters(text: str) -> float:
+    """As an argument: 7e9, 7000M or 7B."""
+    units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    unit = units.get(text[-1:].lower())
+    try:
+        return float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text}: write how many parameters the net has, as in 7e9 or 7B"
+        ) from None
+
+
 def build_advice_parser(prog: str) -> argparse.ArgumentParser:
     """The parser of the command, without the flags of train.py."""
     parser = AdviceParser(
@@ -53,7 +65,12 @@ def build_advice_parser(prog: str) -> argparse.ArgumentParser:
     net = parser.add_argument_group("the net: one of these")
     net.add_argument("--net", metavar="FILE.py:FUNCTION", help="a function that returns it, or (net, loss)")
     net.add_argument("--config", metavar="FILE.json", help="a config of transformers or diffusers")
-    net.add_argument("--params", type=float, metavar="N", help="its number of parameters, as in 7e9")
+    net.add_argument(
+        "--params",
+        type=number_of_parameters,
+        metavar="N",
+        help="its number of parameters, as in 7e9 or 7B",
+    )
     net.add_argument("--kind", help=f"what it is most like: {', '.join(evidence.KIND_OF_MODEL.values())}")
     machine = parser.add_argument_group("the machine: this one, where nothing is said")
     machine.add_argument("--gpu", metavar="NAME", help='as in "RTX 4090"')

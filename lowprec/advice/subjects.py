@@ -141,7 +141,7 @@ class _Matrices(nn.Module):
 def of_count(count: float) -> Subject:
     """A net of which the number of parameters alone is known."""
     if not 1 <= count < 1e13:
-        raise Refused(f"--params {count:g}: write how many parameters the net has, as in 7e9")
+        raise Refused(f"--params {count:g}: write how many parameters the net has, as in 7e9 or 7B")
     why = "activations are left out: a number of parameters can't be called"
     net = _Matrices(int(count))
     return Subject("a net of which the size alone is known", net, None, why, None, average=False)
@@ -196,7 +196,7 @@ def run_file(file: str, functions: Iterable[str], form: str) -> types.ModuleType
 
 def of_config(file: str, seq=None) -> Subject:
     """A config.json of transformers or diffusers, built on the meta device. Raises Refused."""
-    text = Path(file).read_text(encoding="utf-8")
+    text = Path(file).read_bytes()
     with in_one_line(f"--config {file}:"):
         config = json.loads(text)
         _check_counts(config)

@@ -341,6 +341,7 @@ def mine(tmp_path, monkeypatch):
     for name, config in (others | FORGED).items():
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
     (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "weights.json").write_bytes(b"\x80")
     (tmp_path / "deep.json").write_text("[" * 200_000)
     (tmp_path / "folder.png").mkdir()
 
@@ -434,7 +435,7 @@ def test_a_long_name_leaves_room_for_the_picture(tmp_path):
         ("--params 1e6 --memory lots", "24GiB"),
         ("--params 1e6 --gpus 0", "1 or more"),
         ("--params 1e6 --gpus two", "1 or more"),
-        ("--params many", "many"),
+        ("--params 7G", "as in 7e9 or 7B"),
         ("--net mine.py:build --image_size -4", "1 or more"),
         ("--net mine.py:with_loss --image_size 64", "--image_size says what a net is called with"),
         ("--net mine.py:with_loss --seq 64", "--seq says what a net is called with"),
@@ -454,6 +455,7 @@ def test_a_long_name_leaves_room_for_the_picture(tmp_path):
         ("--config other.json", "neither model_type"),
         ("--config none.json", "none.json"),
         ("--config deep.json", "recursion"),
+        ("--config weights.json", "can't decode byte"),
         ("--config layers.json", "num_hidden_layers is 1,000,000,000: at most 10,000"),
         ("--config blocks.json", "layers_per_block is 100,000,000"),
         ("--config experts.json", "num_local_experts is 100,000,000"),
@@ -482,7 +484,7 @@ def test_bad_words_are_one_line(capsys, mine, words, said):
     ("words", "status", "said"),
     [
         ("--task language --size 3M --memory 1GiB", 0, "2,730,432 trained parameters, a GPT"),
-        ("--params 1e6 --memory 1GiB", 0, "1,000,000 trained parameters"),
+        ("--params 1M --memory 1GiB", 0, "1,000,000 trained parameters"),
         ("--task language --seq 64", 2, "--seq changes nothing beside a net of train.py"),
         ("--model dit --params 1e6", 2, "--model: no such flag"),
         ("--task language --bf17", 2, "bf17"),
