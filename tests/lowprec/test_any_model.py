@@ -1,5 +1,5 @@
-"""The library on models as people write them in plain torch: that recompute activations, are compiled, have
-scalars or memory in another order. What nets take and return, share, freeze and buffer: test_view.py,
+"""The library on models as people write them in plain torch: that are compiled, have scalars or memory in
+another order. What nets take and return, share, freeze and buffer: test_view.py,
 test_other_loops.py, test_generator.py, test_frozen_weights.py; groups and schedules: test_stranger.py.
 """
 
@@ -9,14 +9,11 @@ import common
 import golden
 import pytest
 import torch
-import torch.nn.functional as F
 from common import through_a_file
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lowprec.precision import Precision, recipe
 
-BF16 = torch.bfloat16
 LOW = dict(pure_bf16=True, stochastic=True)
 eager = common.eager
 
@@ -26,94 +23,26 @@ def same(run, other):
     return golden.moved(golden.digests(run.state_dict()), golden.digests(other.state_dict())) == []
 
 
-# ---- A GPT as in nanoGPT -----------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def forward(self, x):  # [B, T, width]
-        q, k, v = self.c_attn(self.ln_1(x)).split(x.shape[-1], dim=-1)
-        x = x + self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return x + self.mlp(self.ln_2(x))
-
-
-class GPT(nn.Module):
-    """(tokens int64 [B, T], targets alike) -> (logits [B, T, V], loss or None); the head is the embedding."""
-
-    def __init__(self, width=16, vocabulary=32, layers=2, recompute=False):
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(16, width)
-        self.h = nn.ModuleList(Block(width) for _ in range(layers))
-        self.ln_f, self.lm_head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        nn.init.normal_(self.wte.weight, std=0.02)
-        self.lm_head.weight = self.wte.weight
-        self.recompute = recompute
-
-    def forward(self, idx, targets=None):
-        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
-        for block in self.h:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        logits = self.lm_head(self.ln_f(x))
-        if targets is None:
-            return logits[:, [-1]], None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def text(step):
-    start = torch.randint(32, (4, 1), generator=torch.Generator().manual_seed(step % 5))
-    ids = (start + torch.arange(13)) % 32
-    return ids[:, :-1], ids[:, 1:]
-
-
-def gpt_run(net=None):
-    torch.manual_seed(0)
-    return Precision(GPT() if net is None else net, recipe(**LOW), lr=3e-3, ema_decay=0.9)
-
-
-def train_gpt(run, steps=10):
-    losses = []
-    for step in range(steps):
-        idx, targets = text(step)
-        logits, loss = run(idx, targets=targets)
-        assert logits.shape == (4, 12, 32)
-        run.backward(loss)
-        run.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_gradient_checkpointing_changes_nothing():
-    plain, recomputed = gpt_run(), gpt_run()
-    recomputed.model.recompute = True
-    assert train_gpt(plain) == train_gpt(recomputed)
-    assert same(plain, recomputed)
-
-
 @pytest.mark.parametrize("how", ["wrapped before", "in place", "as forward"])
 def test_a_compiled_model_trains_the_same_bits(how):
-    backend = "aot_eager"
-    plain = gpt_run()
-    torch.manual_seed(0)
-    net = GPT()
+    def run_of(net):
+        return Precision(net, recipe(**LOW), lr=3e-3, ema_decay=0.9)
+
+    plain, net = run_of(common.net()), common.net()
     if how == "wrapped before":
-        compiled = gpt_run(net=torch.compile(net, backend=backend))
+        compiled = run_of(torch.compile(net, backend="aot_eager"))
     elif how == "in place":
-        net.compile(backend=backend)
-        compiled = gpt_run(net=net)
+        net.compile(backend="aot_eager")
+        compiled = run_of(net)
     else:
-        compiled = gpt_run(net=net)
-        compiled.forward = torch.compile(compiled.model, backend=backend)
-    assert train_gpt(plain, 4) == pytest.approx(train_gpt(compiled, 4), abs=1e-6)
-    with torch.no_grad():
-        logits, _ = compiled.generator()(text(0)[0])
-        torch.testing.assert_close(logits, plain.generator()(text(0)[0])[0])
-    fresh = GPT()
-    fresh.load_state_dict(compiled.weights("ema"), strict=True)
+        compiled = run_of(net)
+        compiled.forward = torch.compile(compiled.model, backend="aot_eager")
+    for run in (plain, compiled):
+        common.train(run, 4)
+    x = common.batches(1)[0][0]
+    for source in ("raw", "ema"):
+        torch.testing.assert_close(compiled.generator(source)(x), plain.generator(source)(x))
+        common.net().load_state_dict(compiled.weights(source), strict=True)
 
 
 # ---- Parameters and memory of odd kinds --------------------------------------------------------------------

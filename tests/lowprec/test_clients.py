@@ -7,22 +7,21 @@ plain net.
 
 import functools
 import importlib
-import io
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import common
 import golden
 import pytest
 import torch
 import torch.nn.functional as F
+from common import BF16, draw, through_a_file
 from torch import nn
 
-from lowprec.kernels import compiled
 from lowprec.precision import Precision, recipe
 
 STEPS, HALF = 30, 15
-BF16 = torch.bfloat16
 # Share of fp32's progress that bf16 may miss or exceed. Measured on these clients: at most 0.3 % with
 # stochastic rounding; 4 to 5 % on the language models with rounding to nearest, which loses updates.
 TOLERANCE = 0.01
@@ -35,15 +34,7 @@ def need(name):
     return pytest.importorskip(name, reason=f"needs {name}: pip install -r requirements-bench.txt")
 
 
-class Everything:
-    def __contains__(self, kernel):
-        return True
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    """A fused step is the same, after seconds of compiling; test_adamw.py shows it."""
-    monkeypatch.setattr(compiled, "unfused", Everything())
+eager = common.eager
 
 
 # ---- Clients -----------------------------------------------------------------------------------------------
@@ -53,12 +44,9 @@ def eager(monkeypatch):
 class Client:
     build: Callable  # () -> net, drawn from torch's seed
     loss: Callable  # (net or run, step) -> scalar, on the data of that step
-    call: Callable  # (net or run) -> tensor, to compare two nets by
+    options: dict = field(default_factory=dict)  # of Precision
+    call: Callable = None  # (net or run) -> tensor, to compare two nets by
     lr: float = 2e-3
-
-
-def draw(step, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(step))
 
 
 def tokens(step, count=4, length=24, vocabulary=61):
@@ -73,21 +61,21 @@ def language_model(build):
         labels = ids.masked_fill(ids == 7, -100)  # ignored by the loss inside
         return net(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss
 
-    return Client(build, loss, lambda net: net(tokens(99)).logits)
+    return Client(build, loss, call=lambda net: net(tokens(99)).logits)
 
 
-def gpt2(layers=2):
+def gpt2():
     transformers = need("transformers")
-    sizes = dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=layers, n_head=2)
+    sizes = dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
     config = transformers.GPT2Config(**sizes)
     return language_model(lambda: transformers.GPT2LMHeadModel(config))
 
 
-def llama(tied=False, layers=2):
+def tied_llama():
     transformers = need("transformers")
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
     return language_model(lambda: transformers.LlamaForCausalLM(config))
 
 
@@ -96,7 +84,7 @@ def images(step, count=4):
     labels = torch.arange(count) % 2
     bars = (torch.arange(8) // 2 % 2 * 2.0 - 1).expand(count, 1, 8, 8)
     bars = torch.where(labels[:, None, None, None] == 0, bars, bars.mT)
-    return bars + 0.1 * draw(step % 5, count, 1, 8, 8), labels
+    return bars + 0.1 * draw(count, 1, 8, 8, seed=step % 5), labels
 
 
 def denoising(build, condition, lr):
@@ -105,7 +93,7 @@ def denoising(build, condition, lr):
 
     def loss(net, step):
         clean, labels = images(step)
-        noise, t = draw(step % 5 + 100, *clean.shape), torch.tensor([10, 300, 600, 999])
+        noise, t = draw(*clean.shape, seed=step % 5 + 100), torch.tensor([10, 300, 600, 999])
         noisy = schedule.add_noise(clean, noise, t)
         return F.mse_loss(net(noisy, timestep=t, **condition(labels)).sample, noise)
 
@@ -113,10 +101,10 @@ def denoising(build, condition, lr):
         noisy, labels = images(99)
         return net(noisy, timestep=torch.full((4,), 500), **condition(labels)).sample
 
-    return Client(build, loss, call, lr)
+    return Client(build, loss, call=call, lr=lr)
 
 
-def unet(levels=2):
+def unet():
     diffusers = need("diffusers")
 
     def build():
@@ -125,13 +113,12 @@ def unet(levels=2):
             in_channels=1,
             out_channels=1,
             layers_per_block=1,
-            block_out_channels=(16, 32)[:levels],
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D")[:levels],
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D")[-levels:],
+            block_out_channels=(16, 32),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
             cross_attention_dim=8,
             norm_num_groups=4,
             attention_head_dim=8,
-            **({} if levels > 1 else {"mid_block_type": None}),
         )
 
     def condition(labels):  # fp32 [B, 3 tokens, 8]: text embeddings
@@ -140,7 +127,7 @@ def unet(levels=2):
     return denoising(build, condition, lr=2e-3)
 
 
-def dit(layers=2):
+def dit():
     diffusers = need("diffusers")
 
     def build():
@@ -149,7 +136,7 @@ def dit(layers=2):
             attention_head_dim=16,
             in_channels=1,
             out_channels=1,
-            num_layers=layers,
+            num_layers=2,
             norm_num_groups=4,
             sample_size=8,
             patch_size=2,
@@ -158,15 +145,13 @@ def dit(layers=2):
     return denoising(build, lambda labels: {"class_labels": labels}, lr=2e-3)
 
 
-def resnet(stages=2):
+def resnet():
     torchvision = need("torchvision")
 
     def build():
         """ResNet-18 without its two deep stages, which hold nine tenths of the weights, to be quick."""
         net = torchvision.models.resnet18(num_classes=2)
         net.layer3, net.layer4, net.fc = nn.Identity(), nn.Identity(), nn.Linear(128, 2)
-        if stages < 2:
-            net.layer2, net.fc = nn.Identity(), nn.Linear(64, 2)
         return net
 
     def loss(net, step):
@@ -176,11 +161,10 @@ def resnet(stages=2):
     def call(net):
         return net(images(99)[0].expand(-1, 3, -1, -1).repeat(1, 1, 4, 4))
 
-    return Client(build, loss, call, lr=1e-4)
+    return Client(build, loss, call=call, lr=1e-4)
 
 
-CLIENTS = {"gpt2": gpt2, "tied llama": functools.partial(llama, tied=True)}
-CLIENTS |= {"unet": unet, "dit": dit, "resnet18": resnet}
+CLIENTS = {"gpt2": gpt2, "tied llama": tied_llama, "unet": unet, "dit": dit, "resnet18": resnet}
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -188,7 +172,8 @@ CLIENTS |= {"unet": unet, "dit": dit, "resnet18": resnet}
 
 def start(client, seed=0, **flags):
     torch.manual_seed(seed)
-    return Precision(client.build(), recipe(**flags), lr=client.lr, ema_decay=0.9, clip_grad=1.0)
+    options = dict(lr=client.lr, ema_decay=0.9, clip_grad=1.0, **client.options)
+    return Precision(client.build(), recipe(**flags), **options)
 
 
 def train(run, client, first=0, last=STEPS):
@@ -199,17 +184,9 @@ def train(run, client, first=0, last=STEPS):
         loss = client.loss(run, step)
         run.backward(loss)
         run.step()
-        assert loss.dtype == torch.float32
+        assert loss.dtype == torch.float32 and loss.isfinite()
         losses.append(loss.item())
     return losses
-
-
-def through_a_file(state):
-    """What a checkpoint keeps: tensors and plain values alone, read without running code."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def differences(run, other):
@@ -333,42 +310,7 @@ def test_transformers_gradient_checkpointing_changes_nothing():
     assert differences(plain, checkpointed) == []
 
 
-# ---- diffusers' own average --------------------------------------------------------------------------------
-
-
-def test_ema_model_of_diffusers_beside_ours():
-    """EMAModel made from the fp32 net follows the bf16 weights as our average does.
-
-    Its first step copies the weights, where ours goes half the way to them. From then on the difference
-    halves at each step. The net may borrow its weights and get its own back: training goes on as before.
-    """
-    need("diffusers")
-    from diffusers.training_utils import EMAModel
-
-    client = unet()
-    torch.manual_seed(0)
-    net = client.build()
-    ema = EMAModel(net.parameters(), decay=0.5, min_decay=0.5)  # before Precision casts the net
-    run = Precision(net, recipe(pure_bf16=True, stochastic=True), lr=client.lr, ema_decay=0.5, clip_grad=1.0)
-    before = [p.detach().float().clone() for p in net.parameters()]
-    first = None
-    steps = 8
-    for step in range(steps):
-        train(run, client, step, step + 1)
-        ema.step(run.model.parameters())
-        first = first or [p.detach().float().clone() for p in net.parameters()]
-    ours = run.weights("ema")
-    for theirs, (name, _), w0, w1 in zip(ema.shadow_params, run.named_params, before, first, strict=True):
-        assert theirs.dtype == torch.float32
-        left = 0.5**steps * (w1 - w0).abs() + 1e-6 * (1 + w1.abs())
-        assert ((theirs - ours[name]).abs() <= left).all(), name
-
-    state = golden.digests(run.state_dict())
-    ema.store(run.model.parameters())
-    ema.copy_to(run.model.parameters())
-    assert golden.moved(state, golden.digests(run.state_dict())) == ["model"]
-    ema.restore(run.model.parameters())
-    assert golden.digests(run.state_dict()) == state
+# ---- Frameworks --------------------------------------------------------------------------------------------
 
 
 def small():

@@ -175,16 +175,6 @@ def test_lightning_resumes_bit_for_bit(tmp_path):
     assert not same(whole.net, own["in_bf16"](regression()))
 
 
-def test_accelerate():
-    pytest.importorskip("accelerate")
-    accelerator, net, optimizer, loader = page("Accelerate")["prepared"](regression(), pairs(), 1e-3)
-    for batch in loader:
-        accelerator.backward(error(net, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_protected(net, optimizer)
-
-
 def test_a_diffusers_net_in_a_script():
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)

@@ -1,34 +1,22 @@
 """Many small nets of other libraries, built from configs: each trains in pure bf16, and resumes bit for bit.
 
-Beside test_clients.py, which compares six with fp32. A client is a function that builds a net and says how it
-is called; what Precision must be told of it stands beside it.
+Beside test_clients.py, which compares five with fp32. A client is a function that builds a net and says how
+it is called; what Precision must be told of it stands beside it.
 """
 
 import functools
 import warnings
-from dataclasses import dataclass, field
 
 import common
 import pytest
 import torch
 import torch.nn.functional as F
 from common import BF16, draw, same, through_a_file
-from test_clients import need
+from test_clients import Client, need, start, train
 from torch import nn
-
-from lowprec.precision import Precision, recipe
 
 eager = common.eager
 CLIENTS = {}
-
-
-@dataclass
-class Client:
-    """build() -> net; loss(run, step) -> scalar. options: of Precision."""
-
-    build: object
-    loss: object
-    options: dict = field(default_factory=dict)
 
 
 def client(function):
@@ -363,32 +351,18 @@ CLIENTS["peft_vera"] = functools.partial(
 # ---- What holds for each -----------------------------------------------------------------------------------
 
 
-def start(client, seed=0):
-    torch.manual_seed(seed)
-    return Precision(client.build(), recipe(pure_bf16=True, stochastic=True), lr=1e-3, **client.options)
-
-
-def train(run, client, first, last):
-    for step in range(first, last):
-        torch.manual_seed(step)  # dropout
-        loss = client.loss(run, step)
-        assert loss.isfinite() and loss.dtype == torch.float32
-        run.backward(loss)
-        run.step()
-
-
 @pytest.mark.parametrize("name", CLIENTS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_client_trains_says_nothing_and_resumes(name):
-    client = CLIENTS[name]()
-    run = start(client)
+    client, low = CLIENTS[name](), dict(pure_bf16=True, stochastic=True)
+    run = start(client, **low)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(bf16|fp32)")  # options above answer what was said
         train(run, client, 0, 2)
     state = run.state_dict(trainable_only=name.startswith("peft"))
     saved = through_a_file(state)
     train(run, client, 2, 3)
-    again = start(client)
+    again = start(client, **low)
     again.load_state_dict(saved)
     train(again, client, 2, 3)
     weights, others = run.weights("raw"), again.weights("raw")
