@@ -77,34 +77,6 @@ def test_the_line_passes_through_every_code_of_the_table(kind, signed):
         assert torch.equal(-table[:zero].flip(0), table[zero + 1 : -1])
 
 
-@signs
-@pytest.mark.parametrize("kind", TABLES)
-def test_stochastic_codes_are_neighbours_and_right_on_average(kind, signed):
-    c, draws = coder(kind), 400
-    x = moment(512, signed)
-    table, line = c.table(signed, x.device), c.line(signed, x.device)
-    total = torch.zeros(512, dtype=torch.float64)
-    for step in range(draws):
-        codes, scale = formats.stochastic_codes(x.view(-1, c.block), table, line, noise_key(0, step), signed)
-        codes, unit = codes.flatten(), scale.repeat_interleave(c.block)
-        total += table[codes] * unit
-        if step < 20:
-            y = (x / unit).clamp(min=table[0])  # torchao's unsigned map starts at 1/16
-            below, above = table[(codes - 1).clamp(min=0)], table[(codes + 1).clamp(max=len(table) - 1)]
-            assert ((table[codes] >= y) | (above > y - 1e-6)).all()
-            assert ((table[codes] <= y) | (below < y + 1e-6)).all()
-    low = (torch.searchsorted(table, x / unit, right=True) - 1).clamp(0, len(table) - 2)
-    gap = (table[low + 1] - table[low]) * unit
-    up = ((x / unit - table[low]) * unit / gap).clamp(0, 1)
-    error = total / draws - x
-    # exp_avg_sq below the smallest positive code takes that code
-    reachable = torch.ones(512, dtype=torch.bool) if signed else x / unit >= table[table > 0].min()
-    assert reachable.double().mean() > (0.9 if signed or kind == "int8" else 0.05)
-    spread = (up * (1 - up) / draws).sqrt()
-    assert (error.abs() <= 6 * gap * spread + 1e-6 * unit + gap * 2 / draws)[reachable].all()
-    assert abs(error[reachable].sum()) < 6 * (gap * spread)[reachable].square().sum().sqrt() + 1e-5
-
-
 # ---- 8-bit floats ------------------------------------------------------------------------------------------
 
 
@@ -128,35 +100,6 @@ def test_nearest_8_bit_floats_are_torchs_cast(kind, signed):
     assert (codes[rounded_to_zero] == 1).all(), "the smallest positive code"
     assert torch.equal(scales, scale[:: c.block]) and torch.equal(value, codes.view(c.dtype).float() * scale)
     assert (value[::128] == -5.0).all() or not signed  # the largest of a block is kept
-
-
-@signs
-@pytest.mark.parametrize("kind", FLOATS)
-def test_stochastic_8_bit_floats_are_neighbours_and_right_on_average(kind, signed):
-    c, calls, copies = coder(kind), 200, 8
-    x, draws = moment(512, signed), calls * copies
-    y, _ = scaled(c, x)
-    finite = torch.arange(256, dtype=torch.uint8).view(c.dtype).float()
-    table = finite[finite.isfinite()].double().unique()
-    y = y.double().clamp(-c.top, c.top)
-    above = torch.searchsorted(table, y).clamp(max=len(table) - 1)
-    below = torch.where(table[above] == y, above, (above - 1).clamp(min=0))
-    lower, upper = table[below], table[above]
-    total = torch.zeros(512, dtype=torch.float64)
-    for step in range(calls):
-        codes = stored(c, x.repeat(copies), signed, noise_key(1, step))[0].view(c.dtype).double()
-        codes = codes.view(copies, 512)
-        assert ((codes == lower) | (codes == upper)).all(), "no neighbour"
-        total += codes.sum(0)
-    share = torch.where(upper > lower, (y - lower) / (upper - lower).clamp(min=1e-300), 0)
-    spread = (upper - lower) * (share * (1 - share) / draws).sqrt()
-    reachable = torch.ones(512, dtype=torch.bool) if signed else y >= table[table > 0].min()
-    assert reachable.double().mean() > 0.9
-    # a share far below 1 / draws may come up once, or never
-    error = (total / draws - y)[reachable]
-    assert (error.abs() <= 6 * spread[reachable] + (upper - lower)[reachable] * 2 / draws).all()
-    relative = error / (upper - lower)[reachable].clamp(min=1e-300)
-    assert abs(relative[upper[reachable] > lower[reachable]].mean()) < 5 * 0.5 / (512 * draws) ** 0.5
 
 
 @pytest.mark.parametrize("kind", FLOATS)
@@ -194,32 +137,40 @@ def test_nearest_codes_on_a_curve_are_those_of_flashoptim(signed):
     assert torch.allclose(value.double(), wanted.flatten(), rtol=1e-5)
 
 
-@signs
-def test_stochastic_codes_on_a_curve_are_neighbours_and_right_on_average(signed):
-    c, draws = coder("flash8"), 1000
-    x = moment(512, signed)
-    unit = x.view(-1, 32).abs().amax(1).repeat_interleave(32).double()
-    y = x.double().abs() / unit
-    if signed:
-        grid = torch.arange(128).double() / 127
-        grid = grid / (2 - grid)
-    else:
-        grid = (torch.arange(256).double() / 255) ** 2
-    above = torch.searchsorted(grid, y).clamp(1, len(grid) - 1)
-    low, high = grid[above - 1], grid[above]
-    share = (y - low) / (high - low)
-    drawn = torch.stack([stored(c, x, signed, noise_key(0, step))[2] for step in range(draws)])
-    size = drawn.double().abs() / unit
-    neighbours = torch.isclose(size, low, rtol=1e-5) | torch.isclose(size, high, rtol=1e-5)
-    error = (size.mean(0) - y).abs()
-    allowed = (high - low) * (6 * (share * (1 - share) / draws).clamp(min=0).sqrt() + 2 / draws)
-    reachable = torch.ones(512, dtype=torch.bool) if signed else y >= grid[1]
-    assert neighbours[:, reachable].all() and reachable.double().mean() > 0.5
-    assert (error <= allowed)[reachable].all()
-    assert (drawn * x >= 0).all()
-
-
 # ---- Every format ------------------------------------------------------------------------------------------
+
+
+def numbers_of(c, signed):
+    """fp64 [n], rising: what the codes of a format stand for where the scale is 1."""
+    n = 256 * 8 // c.bits
+    codes, scales = c.new(n, "cpu")
+    codes.copy_(torch.arange(256))
+    values = c.decode(codes, scales.fill_(1.0), n, signed).double()
+    return values[values.isfinite()].unique()
+
+
+@signs
+@pytest.mark.parametrize("kind", KINDS)
+def test_stochastic_codes_are_neighbours_and_right_on_average(kind, signed):
+    c, calls, copies = coder(kind), 150, 8
+    x, draws = moment(512, signed), calls * copies
+    numbers, scales = numbers_of(c, signed), stored(c, x, signed, noise_key(1, 0))[1]
+    unit = scales.double().repeat_interleave(c.block)
+    y = (x / unit).clamp(numbers[0], numbers[-1])  # torchao's unsigned map starts at 1/16
+    above = torch.searchsorted(numbers, y).clamp(1, len(numbers) - 1)
+    low, high = numbers[above - 1], numbers[above]
+    gap, total = high - low, torch.zeros(512, dtype=torch.float64)
+    for step in range(calls):
+        drawn = stored(c, x.repeat(copies), signed, noise_key(1, step))[2].double().view(copies, 512) / unit
+        assert ((drawn - low).abs().minimum((drawn - high).abs()) <= 1e-5 * high.abs().maximum(gap)).all()
+        total += drawn.sum(0)
+    share = (y - low) / gap
+    spread, error = (share * (1 - share) / draws).sqrt(), (total / draws - y) / gap
+    # a second moment below the smallest code takes that code; a share far below 1 / draws comes once or never
+    reachable = torch.ones(512, dtype=torch.bool) if signed else y >= numbers[numbers > 0].min()
+    assert reachable.double().mean() > (0.05 if kind in ("int4", "log4") else 0.5)
+    assert (error.abs() <= 6 * spread + 2 / draws)[reachable].all()
+    assert abs(error[reachable].sum()) < 6 * spread[reachable].square().sum().sqrt() + 0.1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,14 +182,6 @@ def test_the_second_moment_of_an_entry_with_gradients_is_never_zero(kind):
         value = stored(c, x, False, noise_key(0, step))[2]
         assert (value[x > 0] > 0).all() and (value[::128] == 1).all()
     assert value[1] == 0 or kind in ("int4", "log4")  # torchao's map has no zero
-
-
-@pytest.mark.parametrize("kind", FLOATS)
-@pytest.mark.parametrize("key", [None, noise_key(0, 1)], ids=["nearest", "stochastic"])
-def test_no_second_moment_over_20_decades_is_zero(kind, key):
-    decades = torch.rand(8192, generator=torch.Generator().manual_seed(0)) * 20
-    x = 10.0 ** (3 - decades)
-    assert (stored(coder(kind), x, False, key)[2] > 0).all()
 
 
 @pytest.mark.parametrize("key", [None, noise_key(0, 1)], ids=["nearest", "stochastic"])
@@ -393,13 +336,3 @@ def test_tables_are_fp32_whatever_the_default_dtype(default_dtype, name):
     made = type(coder(name))()  # one that has no table yet
     for signed in (True, False):
         assert made.table(signed, torch.device("cpu")).dtype == torch.float32
-
-
-@pytest.mark.parametrize("default_dtype", [torch.bfloat16, torch.float64], indirect=True)
-@pytest.mark.parametrize("name", FLOATS)
-def test_8_bit_floats_are_written_whatever_the_default_dtype(default_dtype, name):
-    form, x = coder(name), torch.linspace(0.0, 1.0, 256, dtype=torch.float32)
-    codes, scales = form.new(256, x.device)
-    form.encode(x, codes, scales, signed=False, compiled=False)
-    held = form.decode(codes, scales, 256, signed=False, compiled=False)
-    torch.testing.assert_close(held, x, rtol=0.13, atol=0.01)
