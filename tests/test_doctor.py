@@ -167,31 +167,16 @@ def waves(tmp_path, *flags, kind="Waves"):
 # The doctor asks nothing of a net: what a recipe loses is planted in a small net of our own, and each kind of
 # image net has a run or two. Words of a task come first: "deep" stands for DeepWaves, above.
 HEALTHY = {
-    "fp32": [],
-    "islands, stochastic average": [
-        "--pure_bf16",
-        "--stochastic",
-        "--set",
-        "islands=norm+final",
-        "--set",
-        "ema=bf16",
-        "--set",
-        "ema_update=stochastic",
-    ],
-    "dit": ["--model", "dit", "--pure_bf16", "--stochastic"],
-    "segment": ["--task", "segment", "--image_size", "16", "--pure_bf16", "--stochastic"],
-    "kahan and stochastic": ["deep", "--pure_bf16", "--kahan", "--stochastic", "--weight_decay", "0.1"],
-    "8-bit codes, stochastic": [
-        "deep",
-        "--pure_bf16",
-        "--stochastic",
-        "--opt8bit",
-        "--weight_decay",
-        "0.1",
-    ],
-    "fp8, delayed scaling": ["deep", "--pure_bf16", "--stochastic", "--fp8", "--fp8_recipe", "delayed"],
-    "fp4": ["deep", "--fp4", "nvfp4"],
-    "a peer that hides gradients": ["deep", "--pure_bf16", "--optimizer", "torchastic", "--accumulate", "2"],
+    "fp32": "",
+    "islands, stochastic average": "--pure_bf16 --stochastic --set islands=norm+final --set ema=bf16 "
+    "--set ema_update=stochastic",
+    "dit": "--model dit --pure_bf16 --stochastic",
+    "segment": "--task segment --image_size 16 --pure_bf16 --stochastic",
+    "kahan and stochastic": "deep --pure_bf16 --kahan --stochastic --weight_decay 0.1",
+    "8-bit codes, stochastic": "deep --pure_bf16 --stochastic --opt8bit --weight_decay 0.1",
+    "fp8, delayed scaling": "deep --pure_bf16 --stochastic --fp8 --fp8_recipe delayed",
+    "fp4": "deep --fp4 nvfp4",
+    "a peer that hides gradients": "deep --pure_bf16 --optimizer torchastic --accumulate 2",
 }
 
 
@@ -203,7 +188,8 @@ def deep(tmp_path):
 
 def trained_in(deep, flags):
     """Checkpoint of a run with these flags, the word "deep" among them standing for those of DeepWaves."""
-    return trained(*(deep if flags[:1] == ["deep"] else []), *[word for word in flags if word != "deep"])
+    words = flags.split()
+    return trained(*(deep if "deep" in words else []), *[word for word in words if word != "deep"])
 
 
 @pytest.mark.parametrize("flags", HEALTHY.values(), ids=HEALTHY)
@@ -211,7 +197,7 @@ def test_it_is_silent_on_healthy_runs(flags, deep):
     diagnosis = examined(trained_in(deep, flags))
     assert named(diagnosis) == {} and diagnosis.status == 0
     assert str(diagnosis).endswith("healthy: nothing is losing information")
-    generation = {"timesteps", "sampler", "path"} if not {"segment", "deep"} & {*flags} else set()
+    generation = {"timesteps", "sampler", "path"} if not {"segment", "deep"} & {*flags.split()} else set()
     casts = set()
     for kind in ("fp8", "fp4"):
         if f"--{kind}" in flags:
@@ -221,36 +207,25 @@ def test_it_is_silent_on_healthy_runs(flags, deep):
     assert always | generation | casts | decay <= set(diagnosis.sound), "a site was not examined"
 
 
-CODES = ["deep", "--opt8bit", "--optimizer", "bitsandbytes", "--weight_decay", "0.1"]
-LOOP = ["deep", "--pure_bf16", "--optimizer", "torch", "--set", "ema=bf16", "--weight_decay", "0.1"]
+CODES = "deep --opt8bit --optimizer bitsandbytes --weight_decay 0.1"
+LOOP = "deep --pure_bf16 --optimizer torch --set ema=bf16 --weight_decay 0.1"
+ALL_BUT_EMA = {"update": "moderate", "exp_avg_sq": "moderate", "weight decay": "moderate"}
 PLANTED = {  # flags of the training, sites set in the checkpoint afterwards, what must be named
-    "nearest weights": (["--pure_bf16", "--set", "exp_avg_sq=fp32"], [], {"update": "moderate"}),
-    "bf16 average": (["deep", "--set", "ema=bf16"], [], {"ema": "severe"}),
-    "exp_avg_sq": (["deep", "--set", "exp_avg_sq=bf16"], [], {"exp_avg_sq": "moderate"}),
+    "nearest weights": ("--pure_bf16 --set exp_avg_sq=fp32", [], {"update": "moderate"}),
+    "bf16 average": ("deep --set ema=bf16", [], {"ema": "severe"}),
+    "exp_avg_sq": ("deep --set exp_avg_sq=bf16", [], {"exp_avg_sq": "moderate"}),
     # Kahan compensates the weights alone; the moments beside them are rounded to nearest
-    "kahan": (["deep", "--pure_bf16", "--kahan"], [], {"exp_avg_sq": "moderate"}),
-    "8-bit codes": (["deep", "--opt8bit"], [], {"exp_avg_sq": "moderate"}),
+    "kahan": ("deep --pure_bf16 --kahan", [], {"exp_avg_sq": "moderate"}),
+    "8-bit codes": ("deep --opt8bit", [], {"exp_avg_sq": "moderate"}),
     # whatever the rounding, torchao's codes do not reach below a 16th of their block's largest
-    "4-bit codes, stochastic": (["deep", "--opt4bit", "--stochastic"], [], {"exp_avg_sq": "moderate"}),
+    "4-bit codes, stochastic": ("deep --opt4bit --stochastic", [], {"exp_avg_sq": "moderate"}),
     # the library's own optimiser: its codes, and the weights that it steps from them
-    "bitsandbytes on bf16 weights": (
-        [*CODES, "--pure_bf16", "--lr", "1e-4"],
-        [],
-        {"update": "moderate", "exp_avg_sq": "moderate", "weight decay": "moderate"},
-    ),
-    "plain loop": (
-        LOOP,
-        [],
-        {"update": "moderate", "ema": "severe", "exp_avg_sq": "moderate", "weight decay": "moderate"},
-    ),
-    "a peer's second moments": (
-        ["deep", "--pure_bf16", "--optimizer", "torchao"],
-        [],
-        {"exp_avg_sq": "moderate"},
-    ),
-    "sampler": ([], ["sampler=bf16"], {"sampler": "moderate"}),
-    "timesteps": ([], ["timesteps=bf16"], {"timesteps": "moderate"}),
-    "scheduler": (["--task", "ddpm"], ["scheduler=bf16"], {"scheduler": "moderate"}),
+    "bitsandbytes on bf16 weights": (f"{CODES} --pure_bf16 --lr 1e-4", [], ALL_BUT_EMA),
+    "plain loop": (LOOP, [], ALL_BUT_EMA | {"ema": "severe"}),
+    "a peer's second moments": ("deep --pure_bf16 --optimizer torchao", [], {"exp_avg_sq": "moderate"}),
+    "sampler": ("", ["sampler=bf16"], {"sampler": "moderate"}),
+    "timesteps": ("", ["timesteps=bf16"], {"timesteps": "moderate"}),
+    "scheduler": ("--task ddpm", ["scheduler=bf16"], {"scheduler": "moderate"}),
 }
 
 

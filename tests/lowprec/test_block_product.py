@@ -255,6 +255,14 @@ def test_bare_parameters_train_in_fp4():
         (dict(fp4="nvfp4", bf16=True), "--fp4 and --bf16 exclude each other"),
         (dict(bf16=True, fp4_grads="nearest"), "computes in bf16: add --fp4 nvfp4"),
         (dict(fp8=True, fp4_weights="1d"), "computes in fp8: drop it"),
+        (dict(fp8=True, fp4_hadamard=0), "drop it"),
+        (dict(fp4="nvfp4", fp8_recipe="delayed"), "drop it"),
+        (dict(fp8=True, bf16=True), "FP8 in bf16; drop --bf16"),
+        (dict(fp8=True, fp16=True), "--fp8 and --fp16"),
+        (dict(fp8_format="e4m3"), "--fp8_format e4m3"),
+        (dict(pure_bf16=True, amax_history_len=8), "computes in bf16: add --fp8"),
+        (dict(fp8=True, amax_history_len=8), "--fp8_recipe delayed"),
+        (dict(sites=["generation=int8"], sparse24="srste"), "generation=int8 with sparse24=srste"),
     ],
 )
 def test_recipes_that_make_no_sense(flags, words):
