@@ -1,6 +1,5 @@
 """The figures of golden.json, on the machines that have a record there; and that a moved bit is seen."""
 
-import copy
 
 import golden
 import pytest
@@ -27,12 +26,6 @@ def state():
 
 
 # ---- Digests -----------------------------------------------------------------------------------------------
-
-
-def test_equal_states_have_equal_digests():
-    assert golden.digests(state()) == golden.digests(copy.deepcopy(state()))
-    parts = {"model", "optimizer.exp_avg", "optimizer.exp_avg_sq", "averages.ema", "layout"}
-    assert set(golden.digests(state())) == parts
 
 
 @pytest.mark.parametrize(
@@ -65,19 +58,6 @@ def test_a_renamed_tensor_moves_the_layout_alone():
     assert golden.moved(golden.digests(state()), golden.digests(renamed)) == ["layout"]
 
 
-def test_a_lost_part_is_seen():
-    lost = state()
-    del lost["averages"]
-    assert golden.moved(golden.digests(state()), golden.digests(lost)) == ["averages.ema", "layout"]
-
-
-def test_plain_numbers_and_the_order_of_keys_do_not_count():
-    other = state()
-    other["optimizer"]["state"][0]["step"] = 4
-    other["model"] = dict(reversed(other["model"].items()))
-    assert golden.digests(other) == golden.digests(state())
-
-
 # ---- Verdicts and the record -------------------------------------------------------------------------------
 
 
@@ -100,10 +80,6 @@ def test_a_write_keeps_other_machines_and_other_arms(tmp_path, monkeypatch):
     golden.write_record({"split": {"loss": 4}})
     record = golden.read_record()
     assert record == {"old": {"fp32": {"loss": 1}}, "new": {"fp32": {"loss": 3}, "split": {"loss": 4}}}
-
-
-def test_arms_start_from_arms():
-    assert [source for arm in golden.ARMS for source in golden.sources(arm)] == ["fp32-dit", "fp32"]
 
 
 # ---- Runs --------------------------------------------------------------------------------------------------

@@ -132,6 +132,9 @@ def test_check_prints_the_matrix(capsys, tmp_path):
     out = capsys.readouterr().out
     for word in ("cpu", "bf16", "fp16", "fp8", "opt8bit", "tf32", "start with: python train.py"):
         assert word in out
+    cells = [line.split() for line in out.splitlines()]
+    assert ["bfloat16", "16", "3.38953139e+38", "1.17549435e-38", "1.0078125", "2.4"] in cells
+    assert ["float16", "16", "65504", "6.10351562e-05", "1.00097656", "3.3"] in cells
     assert "mps" not in out  # --device has none
     assert "a billion parameters" in out and out.index("GiB at once") > out.index("float8_e5m2")
     assert not list(tmp_path.iterdir())
