@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import common
 import pytest
@@ -526,27 +525,6 @@ def test_what_is_exported_of_bare_parameters_loads_into_the_plain_net():
     assert torch.equal(plain.widen, run.model.widen) and "scalings.0.scale" in run.state_dict()["model"]
 
 
-def test_gradient_snr():
-    reference, low = net(), net()
-    x = draw(32, 16)
-
-    def loss(model):
-        return model(x).square().mean()
-
-    def snr(low):
-        own, exact = (fp8.gradients_of_loss(net, net, loss) for net in (low, reference))
-        return fp8.signal_to_noise(own, exact)
-
-    assert snr(low) == math.inf
-    got = {}
-    for form in ("hybrid", "e4m3", "e5m2"):
-        low = net()
-        convert(low, Options(format=form))
-        got[form] = snr(low)
-        assert low.first.weight.grad is None
-    assert got["hybrid"] > 20 and got["e5m2"] < got["hybrid"] < got["e4m3"]
-
-
 # ---- A finished net ----------------------------------------------------------------------------------------
 
 
@@ -620,13 +598,6 @@ def test_bare_parameters_are_quantised_to_fp8_alone():
     covered.count_flops(low, (x,))
     assert 15 < snr(low(x).detach(), exact(x).detach()) < 35
     assert covered.flops["scalings.0"] == 2 * 4 * 2 * 5 * 16 * 32
-
-
-def test_int8_without_torchao_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    instead = "pip install torchao"
-    asked = recipe(sites=["generation=int8"])
-    refused(lambda: Precision(net(), asked), "generation=int8 needs the package torchao", instead)
 
 
 def test_a_layer_of_several_names_is_in_fp8_under_each():

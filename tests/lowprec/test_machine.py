@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import json
 import logging
 import sys
@@ -187,19 +188,12 @@ def options():
     }
 
 
-@pytest.mark.compiled
-def test_no_option_of_the_process_is_changed():
-
-    model = net()
-    before = options()
-    run = start("stochastic", model, clip_grad=1.0)
-    train(run, 2, measure=True)  # by compiled kernels
-    run.generator()(batches(1)[0][0])
-    assert options() == before
+EAGER = ["fp32", "bf16", "fp16", "opt8bit", "stochastic opt4bit", "islands"]
+RUNS = [*itertools.product(EAGER, ["compute", "fp32", "autocast"])]
+RUNS += [pytest.param("stochastic", "compute", marks=pytest.mark.compiled)]
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "opt8bit", "stochastic opt4bit", "islands"])
-@pytest.mark.parametrize("generation", ["compute", "fp32", "autocast"])
+@pytest.mark.parametrize("name, generation", RUNS)
 def test_no_option_is_changed_by_any_recipe(name, generation):
     flags = dict(RECIPES[name])
     flags["sites"] = [*flags.get("sites", ()), f"generation={generation}"]

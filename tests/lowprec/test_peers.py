@@ -33,20 +33,6 @@ def test_joined_optimisers_pass_on_every_question_that_has_a_default():
 # ---- Peers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["torch", "optimi", "bitsandbytes"])
-def test_peers_continue_bit_for_bit(optimizer):
-    pytest.importorskip(optimizer)
-    flags = dict(pure_bf16=True, opt8bit=optimizer == "bitsandbytes")
-    run = start(flags, net(width=32), optimizer=optimizer, lr=1e-2)
-    train(run, 3)
-    saved = through_a_file(run.state_dict())
-    other = start(flags, net(seed=1, width=32), optimizer=optimizer, lr=1e-2)
-    other.load_state_dict(saved)
-    for r in (run, other):
-        train(r, 3, seed=1)
-    assert all(same(a.detach(), b.detach()) for a, b in zip(run.params, other.params, strict=True))
-
-
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_peer_refuses_the_state_of_another_model(begun):
     def peer(*shapes):
@@ -67,11 +53,13 @@ def test_a_peer_refuses_the_state_of_another_model(begun):
     assert str(made.state_dict()) == str(before)
 
 
-@pytest.mark.parametrize("optimizer", PEERS)
-def test_peers_train_and_are_measured(optimizer):
+@pytest.mark.parametrize("optimizer", [*PEERS, "bitsandbytes"])
+def test_peers_train_are_measured_and_resume(optimizer):
     pytest.importorskip(optimizer)
     torch.manual_seed(0)
-    run = start("pure_bf16", optimizer=optimizer, lr=1e-2, clip_grad=1.0, ema_decay=0.9)
+    flags = dict(pure_bf16=True, opt8bit=optimizer == "bitsandbytes")
+    options = dict(optimizer=optimizer, lr=1e-2, clip_grad=1.0, ema_decay=0.9)
+    run = start(flags, net(width=24), **options)
     x, y = batches(1)[0]
 
     def loss():
@@ -83,6 +71,12 @@ def test_peers_train_and_are_measured(optimizer):
     assert loss() < 0.8 * before
     assert all(0 < r["update_survival"] <= 1 and math.isfinite(r["grad_norm"]) for r in reports)
     assert all(r["exp_avg_sq_moved"] > 0 for r in reports[1:])  # peers make their moments in the first step
+    if optimizer in ("torch", "optimi", "bitsandbytes"):  # the others round by torch's generator
+        other = start(flags, net(seed=1, width=24), **options)
+        other.load_state_dict(through_a_file(run.state_dict()))
+        for r in (run, other):
+            train(r, 3, seed=1)
+        assert all(same(a.detach(), b.detach()) for a, b in zip(run.params, other.params, strict=True))
 
 
 def test_torchastic_accumulates_by_itself_and_stands_unused_parameters():
