@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -128,14 +129,18 @@ def nearest(mutation, record, folder):
     """Tests by how likely they see a mutation, as words for pytest: those that killed it before, then files
     by how often they name its function and its module.
     """
-    module = Path(mutation.file).stem
-    function = mutation.function.rpartition(".")[2].strip("_")
+    room, _, module = mutation.file.removesuffix(".py").replace("/", ".").rpartition(".")
+    imported = re.compile(
+        rf"{room}\.{module} import|from {room} import .*\b{module}\b|import {module}$", re.M
+    )
+    function = re.compile(rf"\b{mutation.function.rpartition('.')[2].strip('_') or module}\b")
     scores = {}
     for path in (folder / "tests").rglob("test_*.py"):
         if path.name not in NO_TESTS_OF_CODE:
             text = path.read_text()
-            named = 20 * (path.stem == f"test_{module}") + 3 * text.count(function) + text.count(module)
-            in_its_room = path.parent.name == Path(mutation.file).parts[0]
+            of_its_name = path.stem.removeprefix("test_") in (module, f"{module}s")
+            named = 30 * of_its_name + 20 * bool(imported.search(text)) + len(function.findall(text))
+            in_its_room = path.parent.name == room.partition(".")[0]
             scores[str(path.relative_to(folder / "tests"))] = named * (2 if in_its_room else 1)
     near = sorted((name for name in scores if scores[name]), key=scores.get, reverse=True)
     return list(dict.fromkeys((*record["killed_by"], *near)))
