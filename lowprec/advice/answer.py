@@ -450,10 +450,14 @@ def _room_of_recipe(candidate, size: Held, need: Demand | None, advice, process)
     if need is None:
         return None, fixed, fixed <= room, None
     need = need.of(advice.batch)
-    if advice.gpus > 1 or "grad_release" in candidate.options:
-        total = fixed + need.activations  # gradients are spread, or freed at once
+    spread_or_freed = fixed + need.activations
+    staying = fixed - size.gradients + max(size.gradients, need.most)
+    if advice.gpus > 1:
+        total = spread_or_freed
+    elif "grad_release" in candidate.options:
+        total = min(spread_or_freed, staying)
     else:
-        total = fixed - size.gradients + max(size.gradients, need.most)
+        total = staying
     most = max(0, int(need.batch + (room - total) / need.each))
     return need.activations, total, total <= room, most
 
