@@ -33,7 +33,6 @@ from harness.run_folder import (
 )
 from harness.schedule import is_due, lr_factor
 from harness.validation import BEST_FILE, Validation, steps_an_epoch
-from lowprec import ledger
 from lowprec.cast import exact_modules
 from lowprec.errors import Refused
 from lowprec.optimizers import adafactor
@@ -41,7 +40,7 @@ from lowprec.optimizers.build import classes_of
 from lowprec.parts import finish as exact_end
 from lowprec.parts.activations import Meter, recompute, recomputed_blocks
 from lowprec.parts.loss_scale import LossScale
-from lowprec.parts.ranks import refuse_whole, share_buffers, spread_over_ranks
+from lowprec.parts.ranks import WORLDS_SHOWN, of_a_rank, refuse_whole, share_buffers, spread_over_ranks
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
 from precision import check_origin, finish_of, recipe_of_run
@@ -190,10 +189,10 @@ class Trainer:
         where this is one.
         """
         refuse_whole(self.precision.optimizer, self.precision.optimizer_name)
-        worlds = ledger.WORLDS_SHOWN
+        worlds = WORLDS_SHOWN
         if self.ranks.world > 1:
             worlds = [self.ranks.world]
-        return ledger.of_a_rank(self.precision, recomputed_blocks(self.precision.model), worlds)
+        return of_a_rank(self.precision, recomputed_blocks(self.precision.model), worlds)
 
     def _meet(self):
         self.ranks.meet(self.device, self.table.shared(self.config), alone=self.ranks.spread)

@@ -28,7 +28,8 @@ def check_processes(c, recipe, ranks, draws):
         )
     options = Options(grad_release=c.grad_release, average_on=c.average_on, states_on=c.states_on)
     asked_for: dict = dict(recipe=recipe, options=options, spread=spread, compiled=c.compile)
-    asked_for.update(convolves_on_cpu=False, processes=world)  # of a net that is not there yet
+    # of a net that is not there yet
+    asked_for.update(convolves_on_cpu=False, quantised_base=False, processes=world)
     wanted_parts(types.SimpleNamespace(**asked_for))
     if c.export:
         check_export(c.export)

@@ -281,10 +281,12 @@ class Cast:
 
     def __init__(self, model: nn.Module, r, options: Any = None, frozen: bool = True):
         self.dtypes = dict(getattr(options, "dtypes", None) or {})
-        fp32_outputs = _matching_modules(model, "fp32_outputs", options)
-        by_name: dict[nn.Module, None] = {}
-        if r.low_weights:
-            by_name = _matching_modules(model, "fp32_modules", options)
+        fp32_outputs: list[nn.Module] = []
+        for pattern in getattr(options, "fp32_outputs", ()):
+            fp32_outputs += _modules_called(model, "fp32_outputs", pattern)
+        by_name: list[nn.Module] = []
+        for pattern in getattr(options, "fp32_modules", ()) if r.low_weights else ():
+            by_name += _modules_called(model, "fp32_modules", pattern)
         within: set[nn.Module] = set()
         for module in by_name:
             within.update(module.modules())
@@ -370,15 +372,12 @@ class Cast:
         return net
 
 
-def _matching_modules(model, option, options):
-    """The modules that an option names. Raises Refused for a name or pattern of none."""
-    found = []
-    for pattern in getattr(options, option, ()):
-        named = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
-        if not named:
-            raise Refused(f"{option}: no module of this net is called '{pattern}'")
-        found += named
-    return dict.fromkeys(found)
+def _modules_called(model, option, pattern):
+    """The modules whose names match a pattern of an option. Raises Refused where there are none."""
+    found = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+    if not found:
+        raise Refused(f"{option}: no module of this net is called '{pattern}'")
+    return found
 
 
 def _parametrizations(model):

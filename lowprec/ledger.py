@@ -2,15 +2,12 @@
 
     print(run.ledger())                             # site, value, bytes a parameter as allocated, why
     run.ledger().json()                             # the same for a program: ledger.json in a run's folder
-    of_a_rank(run, blocks)                          # what each of 1, 8 and 64 ranks would hold, in a line
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from torch import nn
 
 from .recipes import MOMENTS
 from .sites import Site
@@ -170,13 +167,13 @@ def _bytes_of_sites(run, parameters):
     for site, size in run.optimizer.nbytes().items():
         sizes[site] = size / parameters
     weights = sum(p.nbytes for p in run.params)
-    averages = _bytes_of_an_average(run) * sum(p.numel() for p in run.params)
+    averages = bytes_of_an_average(run) * sum(p.numel() for p in run.params)
     sizes["weights"] = sizes["grads"] = weights / parameters
     sizes["ema"] = averages / parameters
     return sizes
 
 
-def _bytes_of_an_average(run):
+def bytes_of_an_average(run):
     """Bytes that all averages together hold of one value."""
     return sum(average.dtype.itemsize for average in run.averages.values())
 
@@ -246,57 +243,3 @@ def _of_buffers(run):
         f"{values:,} values; {len(run.cast.whole)} norm layers with running statistics keep "
         f"{weights:,} weights in fp32"
     )
-
-
-# ---- A rank of several -------------------------------------------------------------------------------------
-
-WORLDS_SHOWN = (1, 8, 64)  # numbers of ranks that are told where none is given
-
-
-def held_by_rank(run, world: int) -> dict[str, float]:
-    """{part: bytes} that the first of `world` ranks holds of a Precision that is not spread and may be on the
-    meta device. Its rows are the most. Sums of micro-batches count as gradients.
-    """
-    found = dict.fromkeys(("weights", "grads", "states", "average"), 0.0)
-    one_by_one = any(part.frees_gradients for part in run.parts)
-    for p in run.params:
-        rows = p.shape[0] if p.dim() else 1
-        rows_of_first = -(-rows // world)
-        share = rows_of_first / max(1, rows)
-        found["weights"] += share * p.nbytes
-        gradient = share * p.nbytes
-        if run.keeps_sums and p.dtype.itemsize < 4:
-            gradient += share * 4 * p.numel()
-        if one_by_one:
-            found["grads"] = max(found["grads"], gradient)
-        else:
-            found["grads"] += gradient
-        states = 0
-        for name, t in run.optimizer.state[p].items():
-            if name != "step":
-                states += t.nbytes
-        found["states"] += share * states
-        found["average"] += share * _bytes_of_an_average(run) * p.numel()
-    return found
-
-
-def gathered_at_once(run, parts: Iterable[nn.Module]) -> int:
-    """Bytes that a rank has whole at once, at most: the weights and gradients of a block, the weights of the
-    next one, which are fetched ahead, and those in no block. parts: the blocks.
-    """
-    itemsize = 2 if run.recipe.narrow_products else 4
-    sizes = []
-    for block in parts:
-        sizes.append(sum(p.numel() for p in block.parameters()))
-    rest = sum(p.numel() for p in run.params) - sum(sizes)
-    return itemsize * (3 * max(sizes, default=0) + rest)
-
-
-def of_a_rank(run, parts: Iterable[nn.Module], worlds: Iterable[int] = WORLDS_SHOWN) -> str:
-    """`held_by_rank` for each number of ranks and `gathered_at_once`, in a line."""
-    sizes = []
-    for world in worlds:
-        total = sum(held_by_rank(run, world).values())
-        sizes.append(f"{total / MIB:.1f} MiB as one of {world}")
-    at_once = f"and for a moment {gathered_at_once(run, parts) / MIB:.1f} MiB of whole blocks"
-    return f"a rank holds, of weights, gradients, states and averages: {', '.join(sizes)}; {at_once}"

@@ -14,7 +14,6 @@ nn.TransformerEncoderLayer, its fast path, which would pass by them, is turned o
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import inspect
@@ -30,9 +29,10 @@ from .errors import Refused, check_choice, check_several
 from .kernels import cpu_products
 from .machine import settle_vector_math
 from .optimizers import build
-from .optimizers.average import average_kind
+from .optimizers.average import EMA
 from .optimizers.buckets import local_tensor
-from .optimizers.groups import SPARSE_GRADIENT, check_numbers
+from .optimizers.groups import SPARSE_GRADIENT, check_numbers, listed_group, trained_groups
+from .optimizers.state import described
 from .parts import FINISH, MICRO_BATCHES, PARTS
 from .parts.part import Method, Part
 from .recipes import SITES, Recipe, Site, parse_average, recipe
@@ -92,10 +92,11 @@ class Options:
         for name in ("averages", "fp32_modules", "fp32_outputs"):
             check_several(name, getattr(self, name))
             setattr(self, name, tuple(getattr(self, name)))  # which may be read more than once
+        check_choice("average_on", self.average_on, ("device", "cpu"))
         self.clip_grad = self.clip_grad or 0.0  # None is none
         self.clip_tensor = self.clip_tensor or 0.0
         if self.groups is not None:
-            self.groups = list(map(_listed, self.groups))
+            self.groups = list(map(listed_group, self.groups))
         names = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay", "seed")
         self.of_optimizer = {name: getattr(self, name) for name in names}  # what build.build takes by name
 
@@ -184,6 +185,7 @@ class Precision:
         convolves = any(isinstance(module, CONVOLUTIONS) for module in net.modules())
         self.convolves_on_cpu = convolves and self.device.type == "cpu" and not self.compiled
         self.spread = any(hasattr(p, "device_mesh") for p in net.parameters())  # by fully_shard, over ranks
+        self.quantised_base = any(hasattr(p, "quant_state") for p in net.parameters())  # by bitsandbytes
         self.recipe = self._settled(r)
         kinds = wanted_parts(self)
         # what no optimiser takes is refused while the net is still as it came
@@ -196,20 +198,31 @@ class Precision:
         self.before_writing: list[Callable[[], None]] = []
         self.finished = ""  # the kind of its finish, once it has begun
         self.away = None  # the offload.Offload that keeps the moments elsewhere
+        self.average_kind: type[EMA] = EMA
         self.parts: list[Part] = []
         for kind in kinds:
             self.parts.append(kind.of(self))
         # those that change how layers multiply
         self.methods: list[Method] = [part for part in self.parts if isinstance(part, Method)]
         originals = self._cast(model)
-        self._make_optimizer(originals)
+        self.named_params = _trained(net)
+        self.params = [p for _, p in self.named_params]
+        for p in self.params:
+            p.grad = None  # what an earlier backward left belongs to no step of this run
+        self.optimizer = self.new_optimizer(self.recipe)
+        self.low_part = self.optimizer.low_part
+        for part in self.parts:
+            part.ready(self)
+        with torch.no_grad():
+            for p, original in zip(self.params, originals, strict=False):
+                self.optimizer.set_exact(p, original)  # of the fp32 weights, not of their bf16 image
         # the average 'ema', if any, and further ones
-        average = average_kind(self.options.average_on, self.device)
-        make = functools.partial(average, self.named_params, low_part=self.low_part, seed=self.options.seed)
+        how = dict(low_part=self.low_part, seed=self.options.seed)
+        make = functools.partial(self.average_kind, self.named_params, **how)
         self.ema, self.averages = None, {}
         if self.options.ema_decay is not None:
-            how = self.recipe.ema, self.recipe.ema_update
-            self.ema = make(self.options.ema_decay, *how, warmup=self.options.ema_warmup)
+            held = self.recipe.ema, self.recipe.ema_update
+            self.ema = make(self.options.ema_decay, *held, warmup=self.options.ema_warmup)
             self.averages["ema"] = self.ema
         for spec in self.options.averages:
             self.averages[spec] = make(*parse_average(spec))
@@ -262,21 +275,6 @@ class Precision:
         self.view_of_model.moves_average = r.low_weights and bool(self.cast.averages)
         return originals
 
-    def _make_optimizer(self, originals):
-        """Make the optimiser of all parameters that are trained, and its exact master of the `originals`."""
-        self.named_params = _trained(self.model)
-        self.params = [p for _, p in self.named_params]
-        for p in self.params:
-            p.grad = None  # what an earlier backward left belongs to no step of this run
-        self.optimizer = self.new_optimizer(self.recipe)
-        self.low_part = self.optimizer.low_part
-        for part in self.parts:
-            part.ready(self)
-        self.optimizer.attach(self.model)
-        with torch.no_grad():
-            for p, original in zip(self.params, originals, strict=False):  # not from its bf16 image
-                self.optimizer.set_exact(p, original)
-
     def new_optimizer(self, recipe: Recipe) -> Any:
         """An optimiser of all parameters that are trained, as this recipe has it."""
         groups = self.params
@@ -312,18 +310,7 @@ class Precision:
     def forward(self, wrapper: Callable) -> None:
         for part in self.parts:
             part.check_forward(wrapper)
-        dtypes = "BFloat16"
-        if self.recipe.low_weights and isinstance(wrapper, nn.parallel.DistributedDataParallel):
-            dtypes = wrapper._get_ddp_logging_data().get("dtypes", dtypes)
-        if "BFloat16" not in dtypes:  # its hooks are on what gathered fp32 gradients: a cast makes that anew
-            late = "this DistributedDataParallel was made of fp32 weights, and averages no gradient now"
-            raise Refused(f"{late}: make it of run.model after Precision")
-        modules = wrapper.modules() if isinstance(wrapper, nn.Module) else ()
-        if any(module.__dict__.get("_view") is self.view_of_model for module in modules):
-            raise Refused(
-                "run.module calls run.forward: give run.forward a wrapper of run.model, or leave it and wrap "
-                "run.module where the loss is formed"
-            )
+        self.view_of_model.check_forward(wrapper)
         self.view_of_model.forward = wrapper
 
     @property
@@ -379,7 +366,9 @@ class Precision:
             from .telemetry import Measures
 
             parts = [*parts, Measures(self)]
-        grads = self.gradients()
+        for collect in self.optimizer.collecting:
+            collect()
+        grads = {p: p.grad for p in self.params if p.grad is not None}
         for part in parts:
             grads = part.gradients(grads)
         self._check(grads)
@@ -398,12 +387,6 @@ class Precision:
             report.update(part.end())
         self.zero_grad()
         return report
-
-    def gradients(self) -> ByParameter:
-        """{parameter: its gradient, as backward has left it}."""
-        for collect in self.optimizer.collecting:
-            collect()
-        return {p: p.grad for p in self.params if p.grad is not None}
 
     def clip(self, grads: ByParameter) -> float | torch.Tensor | ByParameter:
         """What the step multiplies gradients by: a number, a 0-dim tensor, or {parameter: 0-dim tensor}."""
@@ -523,10 +506,6 @@ class Precision:
             part.freeze(view, r.generation)
         return view
 
-    def view(self, net: nn.Module, methods: Iterable = (), **sites: str) -> View:
-        """`net`, a copy of the model, called as this run's recipe with some sites changed says."""
-        return View(net, self.recipe.replace(**sites), methods, self.view_of_model.keep)
-
     @torch.no_grad()
     def weights(self, source: str = "ema") -> dict[str, torch.Tensor]:
         """{name: tensor}: the net's state_dict with averaged ('ema' or a further average, in its dtype) or
@@ -612,7 +591,8 @@ class Precision:
         if state.get("finish", self.finished) != self.finished:
             FINISH.load()(self, state["finish"], state["optimizer"])
         self.optimizer.load_state_dict(state["optimizer"])  # which refuses the state of another recipe first
-        self.model.load_state_dict(weights)
+        # what is missing was frozen from the start; a quantised base reads no keys beside its codes
+        self.model.load_state_dict(weights, strict=False)
         for part in self.parts:
             part.load_state_dict(state)
         for name, average in self.averages.items():
@@ -630,17 +610,12 @@ class Precision:
         for name in wanted:
             if name not in weights:
                 raise Refused(f"the checkpoint lacks the weight {name}: it is another net's")
-        weights = {**held, **weights}
         for name, t in weights.items():
-            if name not in held:
-                raise Refused(f"the checkpoint has the weight {name}, and this net has none: it is another's")
-            own = held[name]
-            if torch.is_tensor(t) and torch.is_tensor(own) and not _fits(t, own):
-                theirs = f"{t.dtype} {list(t.shape)}, and this net's {own.dtype} {list(own.shape)}"
-                raise Refused(f"the checkpoint's {name} is {theirs}: it is another net's")
-        from .parts.frozen import without_quantised_base
-
-        return without_quantised_base(self.model, held, weights)
+            own = held.get(name)
+            if own is None or torch.is_tensor(t) and torch.is_tensor(own) and not _fits(t, own):
+                differs = f"{name} is {described(t)} in the checkpoint, and {described(own)} in this net"
+                raise Refused(f"weight {differs}: it is another net's")
+        return weights
 
     def ledger(self) -> Ledger:
         """The precision of this run: a row for each site, with value, bytes a parameter, and why."""
@@ -660,42 +635,8 @@ def _refuse_name(name, options):
     raise TypeError(f"Precision() got an unexpected keyword argument '{name}'")
 
 
-def _listed(group):
-    """A parameter group with a list of parameters, of which torch takes one, an iterable, or an iterable of
-    (name, parameter). Raises Refused for a set.
-    """
-    if not isinstance(group, Mapping) or "params" not in group:
-        raise Refused('groups: a list of dicts is asked for, each with its "params"')
-    params = group["params"]
-    if isinstance(params, set | frozenset):
-        raise Refused("groups: a set has no order that a resume could rely on; give a list of parameters")
-    params = [params] if torch.is_tensor(params) else params
-    return {**group, "params": [p[1] if isinstance(p, tuple) else p for p in params]}
-
-
 def _trained(net):
     return [(name, p) for name, p in net.named_parameters() if p.requires_grad]
-
-
-def trained_groups(groups: list[dict], named_params: list[tuple[str, nn.Parameter]]) -> list[dict]:
-    """The groups with the parameters that are trained alone. named_params: [(name, parameter)] of these.
-    Raises Refused where one of them is in no group or in several, and for one that is not among them.
-    """
-    times: collections.Counter = collections.Counter()
-    for group in groups:
-        times.update(group["params"])
-    for name, p in named_params:
-        if times[p] > 1:
-            raise Refused(f"groups: parameter {name} is in more than one of them; leave it in one")
-        if p not in times:
-            raise Refused(f"groups: parameter {name} is in none of them; add it, or set requires_grad=False")
-    trained = {p for _, p in named_params}
-    if any(p.requires_grad and p not in trained for p in times):
-        raise Refused(
-            "groups: a parameter of them is none of the model's, and would never be trained; put it into a "
-            "module with the net, and make Precision of that"
-        )
-    return [{**group, "params": [p for p in group["params"] if p in trained]} for group in groups]
 
 
 def clip_factor(norm, most):

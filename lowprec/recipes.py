@@ -198,7 +198,7 @@ FP32_MOMENTS = dict(exp_avg="fp32", exp_avg_sq="fp32")
 
 def _moments_beside(way):
     """{moment: value}: fp32 beside a master that loses nothing."""
-    return BF16_MOMENTS if way.loses(torch.bfloat16) else FP32_MOMENTS
+    return BF16_MOMENTS if torch.bfloat16 in way.loses else FP32_MOMENTS
 
 
 LOW = dict(weights="bf16", compute="bf16", grads="bf16", accumulate="bf16")

@@ -173,6 +173,7 @@ class Way:
     site: str | None = None
     code: int | None = 0
     tells_update = True  # whether what a step wants of a weight is the optimiser's update alone
+    loses: tuple = (torch.bfloat16,)  # dtypes of weights into which a write can lose something of fp32 x
 
     def __eq__(self, other):  # a copied optimiser has copies of ways, and compiles nothing anew
         return type(self) is type(other) and vars(self) == vars(other)
@@ -180,20 +181,14 @@ class Way:
     def __hash__(self):
         return hash(type(self))
 
-    def of(self, optimizer):
-        """The same for an optimiser. Raises Refused for one that can't write so."""
-        return self
-
-    def check(self, group):
-        """Raises Refused for options of a parameter group with which nothing can be written so."""
+    def check(self, group, name):
+        """Raises Refused for options of a parameter group of the optimiser `name` with which nothing can be
+        written so.
+        """
 
     def low(self, weights):
         """The low part of new weights, flat [n]; None where nothing completes them."""
         return
-
-    def loses(self, dtype):
-        """Whether a write into a weight of this dtype can lose something of fp32 x."""
-        return dtype == torch.bfloat16
 
     def held(self, p, low=None):
         """The fp32 value that weight p stands for. What others wrote into p, weights of a file or a mask,
@@ -241,12 +236,10 @@ class Split(Way):
 
     name, site = "remainder", "master"
     code: int | None = 3
+    loses = ()
 
     def low(self, weights):
         return torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)
-
-    def loses(self, dtype):
-        return False
 
     def held(self, p, low):
         return self._joined(p, low.to(torch.int32))
@@ -268,12 +261,10 @@ class Split8(Split):
     """As Split, with the upper half of the remainder alone: a master of 24 bits, which is rounded to."""
 
     code = None
+    loses = torch.bfloat16, torch.float32
 
     def low(self, weights):
         return torch.zeros(weights.shape, dtype=torch.int8, device=weights.device)
-
-    def loses(self, dtype):
-        return True
 
     def held(self, p, low):
         return self._joined(p, low.to(torch.int32) * 256)
@@ -290,12 +281,10 @@ class Fp32Master(Way):
     """A copy in fp32, which is written, and its nearest bf16."""
 
     name, site, code = "master", "master", 1
+    loses = ()
 
     def low(self, weights):
         return weights.float()
-
-    def loses(self, dtype):
-        return False
 
     def held(self, p, low):
         # to nearest, a weight is half of its last bit away from its master at most
@@ -315,25 +304,19 @@ class Eco(Way):
     """
 
     site, code = "update", None
+    loses = torch.bfloat16, torch.float32
     tells_update = False  # a step asks again for what earlier ones rounded away: how much is not told
 
     def __init__(self, feedback=None):
         self.feedback = feedback
 
-    def of(self, optimizer):
-        if optimizer.feedback is None:
-            name = type(optimizer).__name__
-            raise Refused(f"update='eco': {name} has no momentum that takes rounding errors; AdamW has")
-        return Eco(optimizer.feedback)
-
-    def check(self, group):
+    def check(self, group, name):
         option = "momentum" if "momentum" in group else "betas[0]"
-        if not group.get("momentum", group.get("betas", [0])[0]):
-            where = f"set {option} above 0, as 0.9"
-            raise Refused(f"update='eco' puts rounding errors into the momentum: {where}")
-
-    def loses(self, dtype):
-        return True
+        remedy = f"set {option} above 0, as 0.9"
+        if self.feedback is None:
+            remedy = f"{name} has no momentum that takes them; AdamW has"
+        if self.feedback is None or not group.get("momentum", group.get("betas", [0])[0]):
+            raise Refused(f"update='eco' puts rounding errors into the momentum: {remedy}")
 
     def write(self, x, p, noise, low=None):
         return super().write(x, p, None)
@@ -342,7 +325,7 @@ class Eco(Way):
         return self.feedback(error, moments, n)
 
 
-ALONE, KAHAN, ECO = Way(), Kahan(), Eco()
+ALONE, KAHAN = Way(), Kahan()
 WAY_OF_MASTER = {"fp32": Fp32Master(), "split": Split(), "split8": Split8()}
 # by what completes the weight, where that is all that is known
 WAY_OF_LOW = {
@@ -353,12 +336,14 @@ WAY_OF_LOW = {
 }
 
 
-def chosen_way(update, kahan, master):
-    """The Way of bf16 weights by options of an optimiser. Raises Refused for two that exclude each other."""
+def chosen_way(update, kahan, master, feedback=None):
+    """The Way of bf16 weights by options of an optimiser. feedback: as of Eco. Raises Refused for two that
+    exclude each other.
+    """
     ways = {
         "kahan": {True: KAHAN}.get(kahan),
         f"master={master!r}": WAY_OF_MASTER.get(master),
-        f"update={update!r}": {"eco": ECO}.get(update),
+        f"update={update!r}": {"eco": Eco(feedback)}.get(update),
     }
     asked = {option: way for option, way in ways.items() if way is not None}
     if len(asked) > 1:

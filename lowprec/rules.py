@@ -96,7 +96,7 @@ FLAG_RULES = (
 
 def _rounds_nothing(r):
     """Whether a recipe writes neither weights nor moments in bf16 or in codes."""
-    low_written = r.low_weights and r.way.loses(torch.bfloat16)
+    low_written = r.low_weights and torch.bfloat16 in r.way.loses
     bf16_moments = "bf16" in [r[name] for name in r.moments]
     return not (low_written or bf16_moments or r.coded)
 

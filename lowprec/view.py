@@ -94,6 +94,21 @@ class View:
             return self.forward
         return self.around
 
+    def check_forward(self, wrapper: Callable) -> None:
+        """Raise Refused for a wrapper of the net that can't be called in its place."""
+        dtypes = "BFloat16"
+        if self.recipe.low_weights and isinstance(wrapper, DistributedDataParallel):
+            dtypes = wrapper._get_ddp_logging_data().get("dtypes", dtypes)
+        if "BFloat16" not in dtypes:  # its hooks are on what gathered fp32 gradients: a cast makes that anew
+            late = "this DistributedDataParallel was made of fp32 weights, and averages no gradient now"
+            raise Refused(f"{late}: make it of run.model after Precision")
+        modules = wrapper.modules() if isinstance(wrapper, nn.Module) else ()
+        if any(module.__dict__.get("_view") is self for module in modules):
+            raise Refused(
+                "run.module calls run.forward: give run.forward a wrapper of run.model, or leave it and wrap "
+                "run.module where the loss is formed"
+            )
+
     def exact(self) -> AbstractContextManager:
         """A context in which fp32 products on CUDA are fp32, or TF32 where the recipe says so."""
         if self.device.type != "cuda":

@@ -14,8 +14,8 @@ from lowprec.errors import Refused
 from lowprec.formats import FORMATS
 from lowprec.kernels import compiled as compiling
 from lowprec.layers import fp8_product
-from lowprec.optimizers.average import OnCPU
 from lowprec.optimizers.rounded import AdamW, Rounded
+from lowprec.parts.average_on_cpu import OnCPU
 from lowprec.parts.micro_batches import MicroBatches
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import exact_weight

@@ -323,7 +323,8 @@ def moment(optimizer, p, name):
     if codes.dtype != torch.uint8 or not scales.is_floating_point():
         raise Unfit(f"{name} is in {codes.dtype} with scales in {scales.dtype}")
     codes, scales = codes.reshape(-1).contiguous(), scales.float().contiguous()
-    return coder.decode(codes, scales, n, optimizer.is_signed(name), compiled=False).double().view(shape)
+    signed = optimizer.signed.get(name, True)
+    return coder.decode(codes, scales, n, signed, compiled=False).double().view(shape)
 
 
 def held(chosen, optimizer, p):

@@ -214,7 +214,7 @@ LOWPREC = (
         "moments-of-an-exact-master",
         "lowprec/recipes.py",
         "_moments_beside",
-        "return BF16_MOMENTS if way.loses(torch.bfloat16) else FP32_MOMENTS",
+        "return BF16_MOMENTS if torch.bfloat16 in way.loses else FP32_MOMENTS",
         "return BF16_MOMENTS",
     ),
     ByHand(

@@ -87,7 +87,6 @@ def floor(module):
 
 # what goes up, to fall: once a net is unusual
 UPWARD = {
-    "precision": {"parts.frozen"},
     "view": {"parts.first_call", "parts.mixed"},
     "cast": {"parts.frozen"},
 }

@@ -29,10 +29,9 @@ from benchmarks.common import (
 )
 from benchmarks.records import of_record
 from lowprec.advice import footprint
-from lowprec.ledger import WORLDS_SHOWN, gathered_at_once, held_by_rank
 from lowprec.optimizers import buckets
 from lowprec.parts.activations import recomputed_blocks
-from lowprec.parts.ranks import spread_over_ranks
+from lowprec.parts.ranks import WORLDS_SHOWN, gathered_at_once, held_by_rank, spread_over_ranks
 from lowprec.precision import Precision, recipe
 from models import DiT
 

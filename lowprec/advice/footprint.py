@@ -26,11 +26,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .. import ledger
 from ..cast import Cast
 from ..errors import Refused, in_one_line
 from ..kernels import cpu_products
 from ..parts.activations import recompute, recomputed_blocks
+from ..parts.ranks import gathered_at_once, held_by_rank
 from ..precision import Precision
 from ..view import View, without_values
 
@@ -60,10 +60,10 @@ def held_by_gpu(net: nn.Module, recipe, world: int = 1, average: bool = True, **
     """
     ema_decay = 0.999 if average else None
     run = Precision(without_values(net, "meta"), recipe, ema_decay=ema_decay, **options)
-    parts = ledger.held_by_rank(run, world)
+    parts = held_by_rank(run, world)
     gathered = 0
     if world > 1:
-        gathered = ledger.gathered_at_once(run, recomputed_blocks(run.model))
+        gathered = gathered_at_once(run, recomputed_blocks(run.model))
     weights = parts["weights"] + _bytes_not_trained(run)
     return Held(weights, parts["grads"], parts["states"], parts["average"], gathered)
 

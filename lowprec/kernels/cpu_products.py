@@ -40,22 +40,20 @@ def install_products() -> torch.library.Library:
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name in REPLACED_OPERATORS:
             in_fp32 = functools.partial(_computed_in_fp32, torch.library.get_kernel(f"aten::{name}", "CPU"))
-            _replace(library, f"aten::{name}", in_fp32)
+            products = {f"aten::{name}": in_fp32}
             if name in OPERATORS_WITH_OUT:
-                _replace(library, f"aten::{name}.out", functools.partial(_written_to_out, in_fp32))
+                products[f"aten::{name}.out"] = functools.partial(_written_to_out, in_fp32)
+            for full_name, product in products.items():
+                choose = functools.partial(_chosen, torch.library.get_kernel(full_name, "CPU"), product)
+                library.impl(full_name, choose, "CPU", with_keyset=True)
     return library
 
 
-def _replace(library, name, product):
-    """Calls `product` in the place of an operator where an input is slow, and torch's kernel elsewhere."""
-    kernel = torch.library.get_kernel(name, "CPU")
-
-    def choose(keyset, *args, **kwargs):
-        if _dtype_of(args) in SLOW_DTYPES:
-            return product(keyset, *args, **kwargs)
-        return kernel.call_boxed(keyset, *args, **kwargs)
-
-    library.impl(name, choose, "CPU", with_keyset=True)
+def _chosen(kernel, product, keyset, *args, **kwargs):
+    """An operator by `product` where an input is slow, by torch's kernel elsewhere."""
+    if _dtype_of(args) in SLOW_DTYPES:
+        return product(keyset, *args, **kwargs)
+    return kernel.call_boxed(keyset, *args, **kwargs)
 
 
 def _dtype_of(args):

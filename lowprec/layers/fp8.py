@@ -19,7 +19,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from ..view import copied
+from ..view import View, copied
 from . import fp8_backends, fp8_product, stacks
 from .coverage import PREFIXES_OF_HOOKS, Coverage
 from .fp8_backends import Options, resolve
@@ -215,15 +215,19 @@ class FP8(Coverage):
         exact = self._gradients_without_fp8(run, loss, "fp32")
         bf16 = signal_to_noise(self._gradients_without_fp8(run, loss, "bf16"), exact)
         low = copied(run.model)  # a copy: delayed scaling records what it sees
-        own = signal_to_noise(gradients_of_loss(run.view(low, methods=(self,)), low, loss), exact)
+        own = signal_to_noise(gradients_of_loss(self._view(run, low, [self]), low, loss), exact)
         return {"gradient_snr": {self.format.lower(): own, "bf16": bf16}}
 
     def _gradients_without_fp8(self, run, loss, compute):
         """Of a copy of the net with fp32 weights, whose products are taken in `compute`."""
         with self.plain(run.model):
             net = run.cast.undo(copied(run.model)).float()
-        view = run.view(net, compute=compute, weights="fp32", grads="fp32", islands="none")
+        view = self._view(run, net, compute=compute, weights="fp32", grads="fp32", islands="none")
         return gradients_of_loss(view, net, loss)
+
+    def _view(self, run, net, methods=(), **sites):
+        """A copy of the net, called as the run's recipe with some sites changed says."""
+        return View(net, run.recipe.replace(**sites), methods, run.view_of_model.keep)
 
 
 def _has_kernels(formats, device):

@@ -16,7 +16,7 @@
     clear(p, name), still(p)    set a moment to zero; set to zero what moves p without a gradient
     set_exact(p, value)         let p hold a value
     reading()                   a context in which the weights are those to evaluate
-    announce, attach            called before a step, and once with the model
+    announce                    called before a step
     collecting                  what is called before gradients are read
 """
 
@@ -131,9 +131,6 @@ class Answers:
         """
         return nullcontext(False)
 
-    def attach(self, model):
-        """Called once with the model, for optimisers that hang on its gradients."""
-
     def all_params(self):
         """The parameters of all groups, in their order."""
         return params_of(self.param_groups)
@@ -150,10 +147,6 @@ class Answers:
 
 class RoundedAnswers(Answers):
     """The answers of `Rounded`."""
-
-    def low_part(self, p):
-        bucket = self.bucket_of.get(p)
-        return None if bucket is None else self.state[p].get(bucket.writing.way.name)
 
     def moment(self, p, name, pick=torch.flatten):
         held = self._settled(p).get(name)
@@ -232,11 +225,8 @@ class RoundedAnswers(Answers):
         return True
 
     def still(self, p):
-        for name in self.moments:
-            if self.is_signed(name):
-                if not self.clear(p, name):
-                    return False
-        return True
+        moving = [name for name in self.moments if self.signed.get(name, True)]
+        return all(self.clear(p, name) for name in moving)
 
     @torch.no_grad()
     def set_exact(self, p, value):
@@ -247,14 +237,15 @@ class RoundedAnswers(Answers):
         over ranks, on all of them together.
         """
         total = dict.fromkeys([*self.moments, "kahan", "master"], 0)
+        tables = {}  # that all tensors share
         for bucket in self.begun():
             for name, held in bucket.moments.items():
                 total[name] += held.nbytes(bucket.whole)
+                tables[name] = max(tables.get(name, 0), held.nbytes_of_tables(self.by_noise))
             for low in bucket.low.values():
                 total[bucket.writing.way.site] += bucket.whole * low.element_size()
-        for name, coder in self.coders.items():  # tables that all tensors share
-            if any(self.coded(p, name) for p in self.bucket_of):
-                total[name] += coder.table_bytes(self.is_signed(name), self.by_noise)
+        for name, size in tables.items():
+            total[name] += size
         return total
 
     def notes(self):

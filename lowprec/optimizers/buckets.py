@@ -14,6 +14,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from ..errors import Refused
 from ..kernels import PLACE_OF_SCALE
 from ..rounding import Way
+from .groups import SPARSE_GRADIENT
 
 ENTRIES_A_BLOCK = 256  # a multiple of every format's block of codes
 
@@ -70,6 +71,8 @@ class Bucket:
             name = name_of(p)
             if own.shape != shape:
                 raise Refused(f"{name} is {list(own.shape)}, and was {list(shape)}: make a new optimiser")
+            if g is not None and g.is_sparse:
+                raise Refused(SPARSE_GRADIENT)
             if g is not None and g.shape != shape:
                 raise Refused(f"{name} is {list(shape)}, and its gradient {list(g.shape)}: give each its own")
             if was_freed(own) or g is not None and was_freed(g):

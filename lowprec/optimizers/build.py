@@ -5,7 +5,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ..errors import Refused
+from ..errors import Refused, check_choice
+from ..formats import FORMATS
 from ..rounding import hash64
 from .adafactor import Adafactor
 from .answers import Answers, params_of
@@ -74,16 +75,6 @@ def _of_owner(question):
         return getattr(self.owner[p], question)(p, *args)
 
     return ask
-
-
-def _of_all(call):
-    """A method that calls every part."""
-
-    def tell(self, *args):
-        for part in self.parts:
-            getattr(part, call)(*args)
-
-    return tell
 
 
 class Joined(Answers, WithoutCompiler):
@@ -166,8 +157,10 @@ class Joined(Answers, WithoutCompiler):
     clear = _of_owner("clear")
     still = _of_owner("still")
     set_exact = _of_owner("set_exact")
-    announce = _of_all("announce")
-    attach = _of_all("attach")
+
+    def announce(self, grads, grad_scale):
+        for part in self.parts:
+            part.announce(grads, grad_scale)
 
     @property
     def collecting(self):
@@ -268,7 +261,7 @@ def build(
         if classes:
             parts.append(_build_ours(classes[0], own, r, own_options, seed_of_part, away, net))
         elif isinstance(kind, str):
-            parts.append(_build_peer(kind, own, r, own_options))
+            parts.append(_build_peer(kind, own, r, own_options, net))
         else:
             parts.append(_build_strangers(kind, own, r, seed_of_part))
     refusable = MOMENTUM_OPTIONS
@@ -284,6 +277,18 @@ def build(
     if len(parts) == 1:
         return parts[0]
     return Joined(parts)
+
+
+def all_ours(optimizer, what):
+    """[the optimisers that step as one]. Raises Refused, in the name of `what`, where one is none of ours."""
+    parts = getattr(optimizer, "parts", [optimizer])
+    for part in parts:
+        if not isinstance(part, Rounded):
+            kind = type(getattr(part, "inner", part))
+            owner = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
+            ours = "use adamw, sgd, lion, adafactor or muon of ours, or drop it"
+            raise Refused(f"{what} knows our optimisers alone, and {owner} is none: {ours}")
+    return parts
 
 
 def title_of_optimizer(optimizer, name):
@@ -302,10 +307,10 @@ def _build_ours(kind, params, r, options, seed, away, net):
     own.update(away=away, param_names=names, kinds={})
     for moment in kind.moments:
         if moment in r.values:
-            own["kinds"][moment] = r[moment]
+            own["kinds"][moment] = r.values[moment]
     for site in kind.sites:
         if site not in kind.moments:
-            own[site] = r[site]
+            own[site] = r.values[site]
     for option in {"betas", "eps", *MOMENTUM_OPTIONS}.difference(inspect.signature(kind).parameters):
         options.pop(option, None)  # Lion has no eps, SGD neither
     return kind(params, **{**kind.of_run, **options}, **own)
@@ -340,21 +345,21 @@ def _build_strangers(make, params, r, seed):
     return Protected(made, update, seed)
 
 
-def _build_peer(name, params, r, options):
-    if name not in PEER_OPTIMIZERS:
-        raise Refused(f"--optimizer {name}: unknown; choose from {', '.join(OPTIMIZER_NAMES)}")
+def _build_peer(name, params, r, options, net):
+    check_choice("--optimizer", name, OPTIMIZER_NAMES)
+    peer = PEER_OPTIMIZERS[name]
     how = r.update, r.kahan, r.master
-    if how != TO_NEAREST:
-        flags = "drop --stochastic, --kahan and --master, which belong to ours"
-        raise Refused(f"--optimizer {name} rounds in its own way: {flags}")
-    if name == "bitsandbytes":
-        if (r.exp_avg, r.exp_avg_sq) != ("int8", "int8"):
-            what = "--optimizer bitsandbytes is its AdamW8bit, which holds both moments in 8 bits"
-            raise Refused(f"{what}: add --opt8bit")
-    elif r.coded:
+    if how != TO_NEAREST or peer.codes is None and r.coded:
+        flags = "drop --stochastic, --kahan, --master, --opt8bit and --opt4bit, which belong to ours"
         published = "--opt8bit --optimizer bitsandbytes is the published one"
-        raise Refused(f"--opt8bit and --opt4bit are ours: drop --optimizer {name} ({published})")
-    elif name != "torch" and (not r.low_weights or r.islands != "none"):
+        raise Refused(f"--optimizer {name} rounds in its own way: {flags} ({published})")
+    if peer.codes is not None and {r.exp_avg, r.exp_avg_sq} != {peer.codes}:
+        what = f"--optimizer {name} holds both moments in {peer.codes}"
+        raise Refused(f"{what}: add --{FORMATS[peer.codes].flag}")
+    if not peer.takes_fp32 and (not r.low_weights or r.islands != "none"):
         raise Refused(f"--optimizer {name} is for bf16 parameters only: add --pure_bf16 and no islands")
     own = {key: value for key, value in options.items() if key not in MOMENTUM_OPTIONS}
-    return PEER_OPTIMIZERS[name].make(params, {**PEER_DEFAULTS, **own})
+    made = peer.make(params, {**PEER_DEFAULTS, **own})
+    if net is not None:
+        made.attach(net)
+    return made

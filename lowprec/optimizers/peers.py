@@ -20,7 +20,7 @@ from ..machine import quiet_import
 from .answers import Answers, params_of
 from .buckets import scale_of
 from .groups import check_sizes
-from .state import described, own_attributes
+from .state import own_attributes, refuse_value
 
 
 def check_closure(optimizer):
@@ -182,8 +182,7 @@ class Peer(Answers, torch.optim.Optimizer):
         for name, value in saved.items():
             here = own.get(name, p if name in self.shaped_as_weights else value)
             if torch.is_tensor(value) and (not torch.is_tensor(here) or here.shape != value.shape):
-                theirs = f"optimiser state: {name} is {described(value)} there, and {described(here)} here"
-                raise Refused(f"{theirs}: it was written by another model or recipe")
+                refuse_value(name, value, here)
 
     def _load(self, p, saved):
         def copied(value):
@@ -205,6 +204,11 @@ class Published(Peer):
 
     shaped_as_weights = ("exp_avg", "exp_avg_sq", "ema", "ema_squared")
     low_bytes = 0  # bytes a parameter of the state `low`
+    takes_fp32 = False  # whether fp32 weights too
+    codes: str | None = None  # the formats.Format of its moments, where these are in codes
+
+    def attach(self, model):
+        """Called once with the model whose parameters it steps, if that is known."""
 
     def wanted(self, p, g, pick=torch.flatten):
         """By AdamW's arithmetic from the moments held; None where these don't tell."""
@@ -241,6 +245,7 @@ class Torch(Published):
     """torch.optim.AdamW."""
 
     package = "torch"
+    takes_fp32 = True
 
     @classmethod
     def make(cls, params, options):
@@ -342,6 +347,7 @@ class Bitsandbytes(Published):
     """bitsandbytes' AdamW8bit: both moments in 8-bit codes, weights written to nearest."""
 
     package = "bitsandbytes"
+    takes_fp32, codes = True, "int8"
     names = {"exp_avg": ("state1",), "exp_avg_sq": ("state2",)}
 
     @classmethod

@@ -25,7 +25,6 @@ from ..kernels.compiled import fused
 from ..machine import settle_vector_math
 from ..rounding import (
     ALONE,
-    DTYPE_OF_NAME,
     LOST_BITS,
     WAY_OF_MASTER,
     Noise,
@@ -35,17 +34,16 @@ from ..rounding import (
     on_grid,
 )
 from .answers import RoundedAnswers
-from .buckets import ALL, ENTRIES_A_BLOCK, Bucket, StepTable, Writing, rows_of, scale_of, whole_alone
+from .buckets import ALL, Bucket, StepTable, Writing, rows_of, scale_of, whole_alone
 from .groups import (
     OPTIONS_NOT_OURS,
-    SPARSE_GRADIENT,
     check_dtypes,
     check_numbers,
     check_options,
     check_rule,
     name_of,
 )
-from .state import HERE, Coded, KeptState, Plain, described, holds
+from .state import HERE, KINDS, KeptState, described, holds
 
 # ---- AdamW -------------------------------------------------------------------------------------------------
 
@@ -180,7 +178,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
     of_run: dict = {}  # {option: default} of build.build, where torch's optimiser of this name has another
     # the optimiser of the parameters that this one does not take, see build.divided_groups
     others: str | None = None
-    signed = {"exp_avg": True, "exp_avg_sq": False}
+    signed = {"exp_avg": True, "exp_avg_sq": False}  # whether values may be negative; True for others
     # (error, new moments, numbers) -> new moments, such that the next steps add up to the error: for 'eco'
     feedback = None
     # values of a coded tensor that are in fp32 at once, 8 MiB for both moments, which stay in the cache of a
@@ -214,7 +212,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         if not isinstance(seed, int):
             raise Refused(f"seed={seed!r}: a whole number")
         self.update, self.kahan, self.master = update, kahan, master
-        self.way = chosen_way(update, kahan, master).of(self)  # of bf16 weights
+        self.way = chosen_way(update, kahan, master, self.feedback)  # of bf16 weights
         self.by_noise = update != "nearest"  # what is rounded
         self.seed, self.compiled, self.home = seed, compiled, away or HERE
         self.param_names = param_names or {}
@@ -224,12 +222,14 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         if unknown := set(self.kinds) - set(self.moments):
             known = ", ".join(self.moments)
             raise TypeError(f"{type(self).__name__} has no option '{min(unknown)}'; its moments: {known}")
-        self.coders = {}  # {moment: Format} of those in codes
         for name, kind in self.kinds.items():
-            check_choice(name, kind, ("fp32", "bf16", *FORMATS))
-            if kind in FORMATS:
-                self.coders[name] = FORMATS[kind]
-                self.coders[name].require()
+            check_choice(name, kind, KINDS)
+        # {moment: Format} of those in codes
+        self.coders = {name: FORMATS[kind] for name, kind in self.kinds.items() if kind in FORMATS}
+        for coder in self.coders.values():
+            coder.require()
+        formats = {name: coder.name for name, coder in self.coders.items()}
+        self.codes = {"codes": formats} if formats else {}  # what a state_dict and its groups tell of them
         self.rows = ALL
         self._buckets = []  # (index of the parameter group, bucket)
         self._params_of_groups = []  # [parameters] of each, as they came
@@ -255,7 +255,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         it has, defaults too.
         """
         check_numbers(group)
-        self.way.check(group)
+        self.way.check(group, type(self).__name__)
 
     # -- parameters and their state
 
@@ -275,10 +275,11 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             raise
         if rows is not ALL:
             self.rows = rows
-        if self.coders:
-            group["codes"] = self._formats()
+        group.update(self.codes)
         self._params_of_groups.append(list(params))
-        blocks = [ENTRIES_A_BLOCK if self.coded_names(p) else 1 for p in params]
+        blocks = []
+        for p in params:
+            blocks.append(max((self.kind_of(p, name).together for name in self.moments), default=1))
         keys = [self.bucket_key(i, p, block) for i, (p, block) in enumerate(zip(params, blocks, strict=True))]
         for bucket in rows.buckets(params, keys, blocks):
             bucket.start += self._position
@@ -293,7 +294,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         """Parameters of equal keys may share a bucket. i: number of p in its group. block: of its codes."""
         # blocks must not cross from one tensor into the next: one that ends within a block is alone
         alone = i if p.numel() % block else None
-        return p.dtype, p.device, *self.coded_names(p), alone
+        return p.dtype, p.device, *[self.kind_of(p, name).name for name in self.moments], alone
 
     def shape(self, p, name):
         """The shape in which a moment of p is held; None for one that it does not keep."""
@@ -304,13 +305,9 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         shape = self.shape(p, name)
         return 0 if shape is None else math.prod(shape)
 
-    def is_signed(self, name):
-        """Whether the values of a moment may be negative."""
-        return self.signed.get(name, True)
-
-    def coded_names(self, p):
-        """The moments of p that are held in codes."""
-        return [name for name, coder in self.coders.items() if coder.takes(self.size(p, name))]
+    def kind_of(self, p, name):
+        """The kind in which a moment of p is held, see state.KINDS."""
+        return KINDS[self.kinds[name]].of(self.size(p, name))
 
     def _writing(self, bucket):
         """The Writing of a bucket that has its moments."""
@@ -318,7 +315,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         if way.name is not None and first.dtype != torch.bfloat16:
             way = ALONE  # nothing completes fp32
         exact = kernels.RULES.get(self.direction) == "adamw"
-        if self.by_noise and way.loses(first.dtype):
+        if self.by_noise and first.dtype in way.loses:
             exact = False
         if not all(held.reads_fp32 for held in bucket.moments.values()):
             exact = False
@@ -345,6 +342,10 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             self.state[p] = {"step": 0}
         self.share_state(bucket)
 
+    def low_part(self, p):
+        bucket = self.bucket_of.get(p)
+        return None if bucket is None else self.state[p].get(bucket.writing.way.name)
+
     def begun(self):
         """The buckets that have a state."""
         return [bucket for _, bucket in self._buckets if bucket.begun]
@@ -359,12 +360,11 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
     def new_moment(self, bucket, name):
         """A state.Held of zeros."""
         first = bucket.params[0]
-        home, shape = self.home.device(first), self.shape(first, name)
-        n = bucket.numel if shape == first.shape else math.prod(shape)
-        if name in self.coded_names(first):
-            return Coded.zeros(self.coders[name], n, home, self.is_signed(name))
-        dtype = DTYPE_OF_NAME.get(self.kinds[name], torch.float32)  # small tensors are in no codes
-        return Plain(torch.zeros(n, dtype=dtype, device=home), None if shape == first.shape else shape)
+        home, shape = self.home.place or first.device, self.shape(first, name)
+        kind, signed = self.kind_of(first, name), self.signed.get(name, True)
+        if shape == first.shape:
+            return kind.zeros(bucket.numel, home, signed)
+        return kind.zeros(math.prod(shape), home, signed, shape)
 
     def share_state(self, bucket):
         """Give each parameter its views of the bucket's state, which checkpoints hold."""
@@ -460,12 +460,10 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         present = [g for g in grads if g is not None]
         if not present:
             return []
-        if any(g.is_sparse for g in present):
-            raise Refused(SPARSE_GRADIENT)
         if not bucket.begun:
             self.begin_state(params[0])
         # kernels go by pointers: nothing that they are given may be shorter than the state was made for
-        if not (
+        if any(g.is_sparse for g in present) or not (
             [g.shape for g in present] == [p.shape for p in params] == bucket.shapes
             and {p.dtype for p in params} == {bucket.dtype}
             and all(g.data_ptr() for g in present)

@@ -12,8 +12,9 @@ import torch
 
 from .. import kernels
 from ..errors import Refused
-from ..formats import Format
-from .buckets import was_freed
+from ..formats import FORMATS, Format
+from ..rounding import DTYPE_OF_NAME
+from .buckets import ENTRIES_A_BLOCK, was_freed
 from .groups import check_groups
 
 # ---- Held --------------------------------------------------------------------------------------------------
@@ -77,6 +78,10 @@ class Plain:
         """Bytes of a moment of n entries that is held so."""
         return self.values.nbytes if self.shape is not None else n * self.values.element_size()
 
+    def nbytes_of_tables(self, stochastic):
+        """Bytes of what all moments of its kind share."""
+        return 0
+
 
 @dataclasses.dataclass
 class Coded:
@@ -88,10 +93,6 @@ class Coded:
     n: int
     signed: bool
     keyed = reads_fp32 = True
-
-    @classmethod
-    def zeros(cls, coder, n, device, signed):
-        return cls(coder, *coder.new(n, device), n, signed)
 
     def read(self, compiled=True):
         """fp32 [n] that the codes stand for."""
@@ -140,6 +141,60 @@ class Coded:
         codes, scales = self.coder.sizes(n)
         return codes * self.values.element_size() + scales * self.scales.element_size()
 
+    def nbytes_of_tables(self, stochastic):
+        return self.coder.table_bytes(self.signed, stochastic)
+
+
+# ---- Kinds -------------------------------------------------------------------------------------------------
+
+
+class InNumbers:
+    """A kind in which moments are held: each value a number of this dtype."""
+
+    together = 1  # entries that no part of a tensor may divide
+
+    def __init__(self, name):
+        self.name, self.dtype = name, DTYPE_OF_NAME[name]
+
+    def of(self, n):
+        """The kind in which a moment of n values is held where this one is asked for."""
+        return self
+
+    def zeros(self, n, device, signed, shape=None):
+        """The Held of n zeros. shape: as of Plain."""
+        return Plain(torch.zeros(n, dtype=self.dtype, device=device), shape)
+
+    def taken(self, name, p, signed, saved):
+        """A saved state of parameter p, {name: value}, with the moment `name` as it is held now."""
+        return saved
+
+
+class InCodes:
+    """As InNumbers: codes of a format, and fp32 numbers for small tensors."""
+
+    together = ENTRIES_A_BLOCK
+
+    def __init__(self, coder):
+        self.name, self.coder = coder.name, coder
+
+    def of(self, n):
+        return self if self.coder.takes(n) else KINDS["fp32"]
+
+    def zeros(self, n, device, signed, shape=None):
+        return Coded(self.coder, *self.coder.new(n, device), n, signed)
+
+    def taken(self, name, p, signed, saved):
+        old, n = saved.get(name), p.numel()
+        was_plain = torch.is_tensor(old) and (old.shape, old.dtype) == (p.shape, torch.float32)
+        if not (was_plain and self.coder.stayed(n)):
+            return saved
+        held = self.zeros(n, old.device, signed)  # it was saved before codes took any length
+        held.write(old.flatten(), None)
+        return {**saved, **{name + suffix: t for suffix, t in held.tensors().items()}}
+
+
+KINDS = {name: InNumbers(name) for name in ("fp32", "bf16")}
+KINDS.update({name: InCodes(coder) for name, coder in FORMATS.items()})
 
 # ---- Home --------------------------------------------------------------------------------------------------
 
@@ -147,9 +202,7 @@ class Coded:
 class Home:
     """Where moments live: here, on the device of their weights. offload.py has another."""
 
-    def device(self, p):
-        """Where the moments of p are made."""
-        return p.device
+    place: torch.device | None = None  # where moments are made; None: beside their weights
 
     def keep(self, held):
         """A new moment, as it is kept."""
@@ -201,14 +254,10 @@ class KeptState:
         for bucket in self.begun():
             self.adopt_state(bucket)
         state = self.rows.wrap(super().state_dict(), self)
-        if self.coders:
-            state = {**state, "codes": self._formats()}
+        state = {**state, **self.codes}
         if self.by_noise:  # what `compare` can't see in a moment
             state = {**state, "rounded": "stochastic"}
         return state
-
-    def _formats(self):
-        return {name: coder.name for name, coder in self.coders.items()}
 
     def load_state_dict(self, state_dict):
         """Take a state_dict of the same recipe, or of torch's AdamW where states are fp32. Raises Refused for
@@ -247,7 +296,7 @@ class KeptState:
             group.update(new)
 
     def _check_formats(self, state_dict):
-        own = self._formats()
+        own = self.codes.get("codes", {})
         # format 1 of checkpoints does not tell: it had these two, of other shapes; all codes of 8 bits have
         # the same
         untold = {name: kind for name, kind in own.items() if kind in ("int8", "int4")}
@@ -267,14 +316,12 @@ class KeptState:
         saved, own = dict(saved), self.state[p]
         if saved.keys() == {"momentum_buffer"}:  # of torch's SGD and Muon, which count no steps
             saved = {"step": 0, "momentum": saved["momentum_buffer"]}
-        for name in self.coded_names(p):
-            self._encode_old(p, name, saved)
+        for name in self.moments:
+            saved = self.kind_of(p, name).taken(name, p, self.signed.get(name, True), saved)
         for name in [*own, *saved]:
             here, there = own.get(name), saved.get(name)
             if not (holds(here, there) or name == "step" and counts(there)):
-                differs = f"{name} is {described(there)} there, and {described(here)} here"
-                wrong = f"optimiser state of parameter {number}: {differs}"
-                raise Refused(f"{wrong}: it was written by another model or recipe")
+                refuse_value(f"{name} of parameter {number}", there, here)
         return saved
 
     def _take(self, p, saved):
@@ -289,16 +336,6 @@ class KeptState:
                 state[name].zero_()
         state["step"] = int(saved["step"]) if saved else 0
 
-    def _encode_old(self, p, name, saved):
-        """Encode a moment that was saved in fp32, before codes took any length."""
-        coder, old = self.coders[name], saved.get(name)
-        was_plain = torch.is_tensor(old) and (old.shape, old.dtype) == (p.shape, torch.float32)
-        if was_plain and coder.stayed(p.numel()):
-            held = Coded.zeros(coder, p.numel(), old.device, self.is_signed(name))
-            held.write(old.float().flatten(), None)
-            for suffix, t in held.tensors().items():
-                saved[name + suffix] = t
-
 
 def holds(view, t):
     """Whether a view of the state can hold the values of t, which nothing is lost of."""
@@ -308,6 +345,12 @@ def holds(view, t):
     both_float = t.is_floating_point() and view.is_floating_point() and t.itemsize > 1
     widens = both_float and torch.promote_types(t.dtype, view.dtype) == view.dtype
     return t.dtype == view.dtype or widens
+
+
+def refuse_value(name, there, here):
+    """Raise Refused for what a saved state has of a name, `there`, that can't be held `here`."""
+    differs = f"{name} is {described(there)} there, and {described(here)} here"
+    raise Refused(f"optimiser state: {differs}: it was written by another model or recipe")
 
 
 def counts(t):

@@ -43,6 +43,8 @@ PARTS = (
     Place("layers.lora", "Lora", lambda run: run.options.lora),
     # frozen layers in 4 bits, the bases of adapters among them
     Place("layers.nf4", "NF4Base", lambda run: run.recipe.frozen == "nf4"),
+    # frozen layers that came in codes
+    Place("parts.frozen", "QuantisedBase", lambda run: run.quantised_base),
     # 2:4 sparsity prunes by the weights as they came
     Place("layers.sparsity", "Sparse24", lambda run: run.recipe.sparse24 != "none"),
     # products in 8 bits, or in 4
@@ -57,6 +59,8 @@ PARTS = (
         "Onednn",
         lambda run: run.convolves_on_cpu and run.recipe.compute in ("bf16", *LOW_PRODUCTS),
     ),
+    # averages elsewhere
+    Place("parts.average_on_cpu", "AveragesOnCPU", lambda run: run.options.average_on != "device"),
     # moments elsewhere
     Place("parts.offload", "Offloaded", lambda run: run.options.states_on != "device"),
     # updates within backward, of gradients that all others have seen

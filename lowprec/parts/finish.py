@@ -12,7 +12,7 @@ import torch
 
 from ..cast import Cast
 from ..errors import check_choice
-from ..optimizers.rounded import Rounded
+from ..optimizers.build import all_ours
 from ..optimizers.state import own_attributes
 from ..rules import EXACT_MASTERS, Rule, refuse
 
@@ -31,10 +31,6 @@ FINISH_RULES = (
         lambda run: f"--master {run.recipe.master} writes exactly from the first step on: drop the finish",
     ),
     Rule(
-        lambda run: not all(isinstance(part, Rounded) for part in optimizers_of(run)),
-        "a finish knows the states of our optimisers alone: use adamw, sgd, lion, adafactor or muon of ours",
-    ),
-    Rule(
         lambda run: run.spread or run.options.grad_release or run.away or run.options.average_on != "device",
         "a finish changes how weights and moments are held, and fully_shard (--fsdp), --grad_release, "
         "--states_on cpu and --average_on cpu hold on to what they were: leave one out",
@@ -49,14 +45,11 @@ FP32_RULES = (
 )
 
 
-def optimizers_of(run):
-    return getattr(run.optimizer, "parts", [run.optimizer])
-
-
 def check(run, kind):
     """Raise Refused where a run can't be finished so."""
     check_choice("finish", kind, tuple(KINDS))
     refuse(FINISH_RULES, run)
+    all_ours(run.optimizer, "a finish")
     if kind == "fp32":
         refuse(FP32_RULES, run)
 
@@ -76,7 +69,7 @@ def finish(run, kind, state=None):
     if kind == "fp32":
         run.cast = Cast(run.model, run.recipe, run.options)
     made = run.new_optimizer(recipe)
-    for old, new in zip(optimizers_of(run), getattr(made, "parts", [made]), strict=True):
+    for old, new in zip(all_ours(run.optimizer, "a finish"), all_ours(made, "a finish"), strict=True):
         become(old, new)
     run.optimizer.coders = {}
     for p, value in exact.items():

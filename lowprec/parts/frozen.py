@@ -6,7 +6,6 @@ import functools
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 from ..cast import castable, casts_for_itself, matching
 from ..errors import Refused
 from ..rounding import DTYPE_OF_NAME
+from .part import Part
 
 # what nets call the average of another of their parts
 NAMES_OF_AVERAGES = re.compile(r"(?i)teacher|target|momentum|key_encoder|encoder_key|(^|_)(ema|slow|k)(_|$)")
@@ -152,19 +152,18 @@ def warn_of_averages(averages: Mapping[str, str], r) -> None:
         warnings.warn(f"'{name}' is frozen, and an average of '{source}' by all signs: {held}", stacklevel=6)
 
 
-def without_quantised_base(
-    model: nn.Module, held: Mapping[str, Any], weights: Mapping[str, Any]
-) -> dict[str, Any]:
-    """`weights` without what a quantised base (bitsandbytes' 4 bits) has beside its codes: it writes that
-    into a state_dict and does not read it from one. Raises Refused where that base is not the one held.
+class QuantisedBase(Part):
+    """A frozen base in codes of bitsandbytes, which writes what it has beside them into a state_dict and does
+    not read it from one.
     """
-    beside = set()
-    for name, p in model.named_parameters():
-        if p.requires_grad or not hasattr(p, "quant_state"):
-            continue
-        of_codes = {key for key in held if key.startswith(f"{name}.")}
-        for key in {name, *of_codes} & weights.keys():
-            if not torch.equal(weights[key], held[key]):
-                raise Refused(f"{key}: the quantised base is not the checkpoint's; build that one first")
-        beside |= of_codes
-    return {key: value for key, value in weights.items() if key not in beside}
+
+    def adapt(self, own, saved):
+        """`saved`. Raises Refused where its base is not the one held."""
+        for name, p in self.run.model.named_parameters():
+            if p.requires_grad or not hasattr(p, "quant_state"):
+                continue
+            beside = {key for key in own if key.startswith(f"{name}.")}
+            for key in {name, *beside} & saved.keys():
+                if not torch.equal(saved[key], own[key]):
+                    raise Refused(f"{key}: the quantised base is not the checkpoint's; build that one first")
+        return saved

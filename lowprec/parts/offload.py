@@ -13,8 +13,8 @@ import copy
 
 import torch
 
-from ..errors import Refused
-from ..optimizers.rounded import Rounded
+from ..errors import check_choice
+from ..optimizers.build import all_ours
 from ..optimizers.state import Home
 from .part import Part
 
@@ -29,11 +29,8 @@ class Offload(Home):
     """
 
     def __init__(self, traffic, home="cpu"):
-        self.traffic, self.home = traffic, torch.device(home)
+        self.traffic, self.place = traffic, torch.device(home)
         self.left = None  # the last copy that goes back
-
-    def device(self, p):
-        return self.home
 
     def keep(self, held):
         if self.traffic is None:
@@ -182,8 +179,7 @@ def offloaded(where, device):
     """
     if isinstance(where, Offload):
         return where
-    if where not in ("device", "cpu"):
-        raise Refused(f"states_on={where}: moments are kept on the device or on the cpu")
+    check_choice("states_on", where, ("device", "cpu"))
     if where == "device" or device.type not in ("cuda", "meta"):
         return None
     return Offload(Traffic(device)) if device.type == "cuda" else Offload(None, "meta")
@@ -198,13 +194,7 @@ class Offloaded(Part):
         return cls(run)
 
     def ready(self, run):
-        for optimizer in getattr(run.optimizer, "parts", [run.optimizer]):
-            if not isinstance(optimizer, Rounded):
-                kind = type(getattr(optimizer, "inner", optimizer))
-                owner = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
-                ours = "use adamw, sgd, lion, adafactor or muon of ours, or drop it"
-                what = f"--states_on cpu knows the states of our optimisers alone, and {owner} is none"
-                raise Refused(f"{what}: {ours}")
+        all_ours(run.optimizer, "--states_on cpu")
 
     def elsewhere(self):
         if self.run.away is None:  # the device is the CPU itself

@@ -4,6 +4,7 @@
         fully_shard(block)                       # torch.distributed.fsdp, as you like it
     fully_shard(model)
     run = Precision(model, recipe(pure_bf16=True, stochastic=True), lr=1e-3)   # then as on one GPU
+    print(of_a_rank(run, model.blocks))          # what each of 1, 8 and 64 ranks would hold, in a line
 
 Each rank holds some rows of each parameter (a DTensor, sharded along dim 0) and steps these alone. The noise
 of an entry goes by its place in the whole net, so the same gradients give the same bits on 1, 2 and 4 ranks.
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..cast import Cast
 from ..errors import Refused, first_line
+from ..ledger import MIB, bytes_of_an_average
 from ..optimizers.buckets import is_spread, local_tensor, whole_alone
 from ..rules import Rule
 from ..sites import LOW_PRODUCTS
@@ -191,6 +193,60 @@ def refuse_whole(optimizer, name):
     for part in getattr(optimizer, "parts", [optimizer]):
         if not part.by_rows:
             raise Refused(whole_alone(type(part).__name__ if part.by_recipe else name))
+
+
+# ---- What a rank holds -------------------------------------------------------------------------------------
+
+WORLDS_SHOWN = (1, 8, 64)  # numbers of ranks that are told where none is given
+
+
+def held_by_rank(run, world):
+    """{part: bytes} that the first of `world` ranks holds of a Precision that is not spread and may be on the
+    meta device. Its rows are the most. Sums of micro-batches count as gradients.
+    """
+    found = dict.fromkeys(("weights", "grads", "states", "average"), 0.0)
+    one_by_one = any(part.frees_gradients for part in run.parts)
+    for p in run.params:
+        rows = p.shape[0] if p.dim() else 1
+        rows_of_first = -(-rows // world)
+        share = rows_of_first / max(1, rows)
+        found["weights"] += share * p.nbytes
+        gradient = share * p.nbytes
+        if run.keeps_sums and p.dtype.itemsize < 4:
+            gradient += share * 4 * p.numel()
+        if one_by_one:
+            found["grads"] = max(found["grads"], gradient)
+        else:
+            found["grads"] += gradient
+        states = 0
+        for name, t in run.optimizer.state[p].items():
+            if name != "step":
+                states += t.nbytes
+        found["states"] += share * states
+        found["average"] += share * bytes_of_an_average(run) * p.numel()
+    return found
+
+
+def gathered_at_once(run, parts):
+    """Bytes that a rank has whole at once, at most: the weights and gradients of a block, the weights of the
+    next one, which are fetched ahead, and those in no block. parts: the blocks.
+    """
+    itemsize = 2 if run.recipe.narrow_products else 4
+    sizes = []
+    for block in parts:
+        sizes.append(sum(p.numel() for p in block.parameters()))
+    rest = sum(p.numel() for p in run.params) - sum(sizes)
+    return itemsize * (3 * max(sizes, default=0) + rest)
+
+
+def of_a_rank(run, parts, worlds=WORLDS_SHOWN):
+    """`held_by_rank` for each number of ranks and `gathered_at_once`, in a line."""
+    sizes = []
+    for world in worlds:
+        total = sum(held_by_rank(run, world).values())
+        sizes.append(f"{total / MIB:.1f} MiB as one of {world}")
+    at_once = f"and for a moment {gathered_at_once(run, parts) / MIB:.1f} MiB of whole blocks"
+    return f"a rank holds, of weights, gradients, states and averages: {', '.join(sizes)}; {at_once}"
 
 
 # ---- Spreading a net ---------------------------------------------------------------------------------------

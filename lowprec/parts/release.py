@@ -19,8 +19,7 @@ import operator
 import torch
 
 from ..errors import Refused
-from ..optimizers.groups import SPARSE_GRADIENT
-from ..optimizers.rounded import Rounded
+from ..optimizers.build import all_ours
 from ..precision import ONE_RANK, clip_factor
 from ..rules import RELEASE_ALONE_RULES, Rule, check_alone
 from ..telemetry import report_of_run
@@ -47,12 +46,7 @@ class Release:
         self.gradient = gradient or operator.attrgetter("grad")
         self.hold, self.watched = False, None
         self.updated, self.norms, self.nonfinite = set(), {}, {}
-        self.parts = getattr(optimizer, "parts", [optimizer])
-        for part in self.parts:
-            if not isinstance(part, Rounded):
-                own = type(getattr(part, "inner", part)).__name__
-                what = f"grad_release updates a parameter at a time, which {own} can't"
-                raise Refused(f"{what}: use adamw, sgd, lion, adafactor or muon of ours, or drop it")
+        self.parts = all_ours(optimizer, "--grad_release")
         self.pieces = {part: ([], []) for part in self.parts}  # what buckets held, and their pieces
         self.items = {}  # parameter -> (its optimiser, what that carries out), of this step
         self.handles = [optimizer.register_step_post_hook(self._ended)]
@@ -78,8 +72,6 @@ class Release:
             two = f"a parameter of shape {tuple(p.shape)} got a second gradient in one step"
             ways = "do one backward pass a step, then step(), and checkpoint with use_reentrant=False"
             raise Refused(f"grad_release: {two}, and was updated by the first: {ways}")
-        if p.grad.is_sparse:
-            raise Refused(SPARSE_GRADIENT)
         if not self.items:
             self._begin()
         part, item = self.items[p]

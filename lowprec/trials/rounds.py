@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .. import ledger
 from ..errors import Refused, out_of_memory
 from ..machine import quiet_import
+from ..parts.ranks import held_by_rank
 from .book import CHAOS, Book, is_settled
 from .foresee import foresee
 from .intervals import LOOKS, pairs_needed
@@ -152,7 +152,7 @@ class Rounds:
         training = self.make(arm, seed)
         if arm.name == CHAOS:
             move_a_last_bit(training.run.model)
-        result = {"bytes": round(sum(ledger.held_by_rank(training.run, 1).values()))}
+        result = {"bytes": round(sum(held_by_rank(training.run, 1).values()))}
         if is_reference:
             result["before"] = training.held_out()
         result.update(self._trained(training))

@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import lowprec.__main__ as command
 import models
 import train
-from lowprec import Precision, advise, ledger, recipe
+from lowprec import Precision, advise, recipe
 from lowprec.advice import answer, footprint, machines, plot, subjects
 from lowprec.errors import Refused
 from lowprec.machine import support
+from lowprec.parts.ranks import held_by_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -524,7 +525,7 @@ def test_the_line_that_it_prints_holds_what_it_counts(capsys, mine, average):
             continue
         model = runpy.run_path("mine.py")["build"]()
         run = eval(row["line"], {"Precision": Precision, "recipe": recipe, "model": model})
-        held = ledger.held_by_rank(run, 1)
+        held = held_by_rank(run, 1)
         assert [held["states"], held["average"]] == [row["states_bytes"], row["average_bytes"]], row["line"]
         assert (row["average_bytes"] > 0) == (average == "yes")
 

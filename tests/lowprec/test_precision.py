@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lowprec import precision
-from lowprec.optimizers import rounded
 from lowprec.parts.loss_scale import LossScale
 from lowprec.precision import Precision, recipe
+from lowprec.rounding import DTYPE_OF_NAME
 
 eager = common.eager
 
@@ -197,7 +197,7 @@ def test_fp32_accumulation_is_exact_and_bf16_accumulation_is_not():
     error = {}
     for site in ("fp32", "bf16"):
         run, got, exact = accumulated(site)
-        assert got.dtype == rounded.DTYPE_OF_NAME[site] and run.keeps_sums == (site == "fp32")
+        assert got.dtype == DTYPE_OF_NAME[site] and run.keeps_sums == (site == "fp32")
         error[site] = ((got.double() - exact).norm() / exact.norm()).item()
     predicted = 2**-9 * math.sqrt(64 / 3)  # the figure of the warning, 0.9 %
     assert error["fp32"] < 1e-6 and predicted / 3 < error["bf16"] < 3 * predicted

@@ -47,8 +47,10 @@ CASES = [  # facts of a run, words of its refusal
 
 
 def asked_for(recipe=PLAIN, spread=False, compiled=False, processes=1, **options):
-    facts = dict(recipe=recipe, options=Options(**options), spread=spread, convolves_on_cpu=False)
-    return types.SimpleNamespace(**facts, compiled=compiled, processes=processes)
+    facts = dict(recipe=recipe, options=Options(**options), spread=spread, compiled=compiled)
+    return types.SimpleNamespace(
+        **facts, convolves_on_cpu=False, quantised_base=False, processes=processes
+    )
 
 
 @pytest.mark.parametrize("facts, words", CASES, ids=lambda x: "+".join(x) if isinstance(x, dict) else "")
@@ -111,8 +113,9 @@ def test_the_first_rule_that_holds_speaks():
 
 def test_the_order_of_the_parts_of_a_run():
     """Sums before ranks before the loss scale, methods as they change layers, and release last of all."""
-    order = "MicroBatches NetRanks LossScale Lora NF4Base Sparse24 FP8 FP4 FP8Attention Quantised"
-    assert [place.kind for place in PARTS] == [*order.split(), "Onednn", "Offloaded", "Released"]
+    order = "MicroBatches NetRanks LossScale Lora NF4Base QuantisedBase Sparse24 FP8 FP4 FP8Attention "
+    order += "Quantised Onednn AveragesOnCPU Offloaded Released"
+    assert [place.kind for place in PARTS] == order.split()
     assert all(issubclass(place.load(), Part) for place in PARTS)
     layers = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16))
     run = Precision(layers, recipe(fp16=True, sparse24="srste"), lr=1e-3, accumulate=2)

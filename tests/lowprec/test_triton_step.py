@@ -18,11 +18,10 @@ from common import draw, uncompiled
 from step_cases import AVERAGES, CASES, DTYPES, LOWS, N, differing, flat, generic, step
 
 from lowprec import kernels, rounding
-from lowprec.formats import FORMATS
 from lowprec.kernels import compiled, exact_step
 from lowprec.optimizers.average import EMA
 from lowprec.optimizers.rounded import AdamW
-from lowprec.optimizers.state import Coded, Plain
+from lowprec.optimizers.state import KINDS, Coded, Plain
 from lowprec.rounding import ema_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +85,7 @@ def step_of_held(case, kernel, in_codes=()):
         for name, values, key in zip(AdamW.moments, moments, KEYS, strict=True):
             kept.append(Plain(values))
             if name in in_codes:
-                kept[-1] = Coded.zeros(FORMATS["int8"], N, CPU, AdamW.signed[name])
+                kept[-1] = KINDS["int8"].zeros(N, CPU, AdamW.signed[name])
                 kept[-1].write(values, key, compiled=False)
         kernel(p, g, kept, *others)
 

@@ -21,8 +21,8 @@ from torch import nn
 import strategies
 import trainer
 from lowprec.errors import Refused
-from lowprec.optimizers import rounded
 from lowprec.precision import Precision, recipe
+from lowprec.rounding import DTYPE_OF_NAME
 from tasks import classify, data, published_sets
 from tasks import metrics as scores
 from tasks.classify import Classify
@@ -177,7 +177,7 @@ def test_running_statistics_keep_fp32_beside_bf16_weights(small, buffers):
     norm, seen = run.model.norm1_0, []
     norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     assert run.model.conv1_0.weight.dtype == torch.bfloat16
-    assert norm.running_mean.dtype == norm.running_var.dtype == rounded.DTYPE_OF_NAME[buffers]
+    assert norm.running_mean.dtype == norm.running_var.dtype == DTYPE_OF_NAME[buffers]
     images, labels = data.load("digits").train[list(range(640))]
     for part in range(20):
         rows = slice(32 * part, 32 * part + 32)
