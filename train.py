@@ -41,7 +41,7 @@ from harness.ending import ended_by, line_and_status
 from harness.flags import OneLineParser, read_yaml
 from harness.printing import late_scores, print_head, print_ledger, print_scores, print_summary, start_here
 from harness.ranks import Ranks, leave, speaks_first, write_error_file
-from lowprec import check
+from lowprec.advice import check
 from lowprec.errors import Forgiving, Refused, end_of_reader
 from lowprec.machine import quiet_libraries
 from trainer import Trainer

@@ -147,7 +147,7 @@ def print_ledger(ledger, sites, whole):
 
 
 def start_here(flags, reason):
-    """Where to start on this machine, for `lowprec.check.report`."""
+    """Where to start on this machine, for `lowprec.advice.check.report`."""
     return [f"start with: python train.py {flags}".rstrip(), reason]
 
 

@@ -12,7 +12,7 @@ Exit status: 0, 1 for findings of `compare`, 2 for bad input, which ends in one 
 import gc
 import sys
 
-from .check import report
+from .advice.check import report
 from .errors import Forgiving, Refused, end_of_reader
 from .machine import quiet_libraries
 

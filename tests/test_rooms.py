@@ -74,7 +74,7 @@ FLOORS = (
     "sites recipes rules",
     "cast view ledger telemetry precision parts parts.part",  # of parts what all are, and their table
     "parts.* layers.*",
-    "watch.* advice.* trials.* check evidence __init__ __main__",
+    "watch.* advice.* trials.* evidence __init__ __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 

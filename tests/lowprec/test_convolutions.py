@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowprec import check
+from lowprec.advice import check
 from lowprec.parts import onednn
 from lowprec.precision import Precision
 from lowprec.recipes import recipe

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from . import __version__
-from .kernels import cpu_step
-from .machine import device_facts, recommended_flags, support
-from .parts.onednn import fault_line
+from .. import __version__
+from ..kernels import cpu_step
+from ..machine import device_facts, recommended_flags, support
+from ..parts.onednn import fault_line
 
 # without which a kind of states can't be had
 PACKAGE_OF_STATES = {"opt8bit": "bitsandbytes", "opt4bit": "torchao"}
@@ -33,7 +33,7 @@ def report(start):
 
 def version_lines():
     """Which lowprec this is and where it lies; and another one that is installed, where there is one."""
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
     lines = [f"lowprec {__version__} in {here}, with torch {torch.__version__}"]
     try:
         installed = importlib.metadata.distribution("lowprec")
