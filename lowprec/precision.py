@@ -34,12 +34,12 @@ from .optimizers.buckets import local_tensor
 from .optimizers.groups import SPARSE_GRADIENT, check_numbers, listed_group, trained_groups
 from .optimizers.state import described
 from .parts import FINISH, MICRO_BATCHES, PARTS
-from .parts.part import Method, Part
+from .parts.part import ONE_RANK, Method, Part
 from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .roles import CONVOLUTIONS
 from .rounding import exact_weight
 from .rules import NET_RULES, SETTING_RULES, refuse
-from .view import CastModule, View, copied
+from .view import CastModule, View
 
 if TYPE_CHECKING:
     from .ledger import Ledger
@@ -120,35 +120,10 @@ def wanted_parts(run: Any) -> list[type[Part]]:
     return kinds
 
 
-class OneRank:
-    """What a net that is not spread asks of its ranks: as parts.ranks.NetRanks, and nothing to do."""
-
-    sum = staticmethod(lambda number: number)
-
-    @staticmethod
-    def norms_of(grads):
-        """{parameter: 2-norm of its gradient, fp32, 0-dim}. grads: {parameter: tensor}."""
-        return dict(zip(grads, torch._foreach_norm(list(grads.values()), dtype=torch.float32), strict=True))
-
-    def lasting_parameters(self, net):
-        """(name, parameter) of those that are the same in a step and between steps."""
-        return net.named_parameters()
-
-    def copy(self, run, values):
-        return copied(run.model)
-
-    def gathered(self, values):
-        return values
-
-    def wrapped(self, state, averages):
-        return state
-
-    def cut(self, state, run):
-        return state
-
-
-ONE_RANK = OneRank()
-FREEZE_LATER = "make Precision while all that is ever trained has requires_grad=True, and freeze it then"
+FREEZE_LATER = (
+    "make Precision of the whole model, spread (fully_shard) if it is to be, while all that is ever trained "
+    "has requires_grad=True, and freeze it then"
+)
 
 # {value of the site generation that casts the copy anew: what that computes in}
 GENERATION_BY_CAST = {"fp32": "fp32", "bf16": "bf16", "autocast": "bf16", "fp16": "fp16"}
@@ -420,34 +395,26 @@ class Precision:
         """Raise Refused for gradients that can't be, and for parameters that came after Precision."""
         if any(g.is_sparse for g in grads.values()):
             raise Refused(SPARSE_GRADIENT)
-        if not grads and not any(part.has_written for part in self.parts):
-            self._refuse_new()
+        has_any = bool(grads) or any(part.has_written for part in self.parts)
+        late = [name for name, p in self._frozen if p.requires_grad and p.grad is not None]
+        self._steps_until_walk -= 1
+        was_replaced = len(grads) != self._gradients_last_step  # a layer that was replaced gets none
+        if not has_any or was_replaced or self._steps_until_walk == 0:
+            self._gradients_last_step = len(grads)
+            self._steps_until_walk = self.STEPS_BETWEEN_WALKS
+            named = self.ranks.lasting_parameters(self.model)
+            late += [name for name, p in named if p.requires_grad and p not in self._parameters]
+        if late:
+            where = f"parameter {late[0]} was frozen, or not in the model, when Precision was made"
+            raise Refused(f"{where}, and would never be trained: {FREEZE_LATER}")
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._count_in_groups:
+            where = "the optimiser has parameters that this run does not average, clip or sum"
+            raise Refused(f"{where}: {FREEZE_LATER}")
+        if not has_any:
             raise Refused(
                 "step() found no gradients: call backward(loss) before it, with a loss that depends on the "
                 "model's parameters"
             )
-        if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._count_in_groups:
-            late = "the optimiser has parameters that this run does not average, clip or sum"
-            raise Refused(f"{late}: {FREEZE_LATER}")
-        for name, p in self._frozen:
-            if p.requires_grad and p.grad is not None:
-                late = f"parameter {name} was frozen when Precision was made, and would never be trained"
-                raise Refused(f"{late}: {FREEZE_LATER}")
-        self._steps_until_walk -= 1
-        was_replaced = len(grads) != self._gradients_last_step  # a layer that was replaced gets none
-        if was_replaced or self._steps_until_walk == 0:
-            self._gradients_last_step = len(grads)
-            self._steps_until_walk = self.STEPS_BETWEEN_WALKS
-            self._refuse_new()
-
-    def _refuse_new(self):
-        """Raise Refused where the model has a parameter that came after Precision."""
-        for name, p in self.ranks.lasting_parameters(self.model):
-            if p.requires_grad and p not in self._parameters:
-                raise Refused(
-                    f"parameter {name} was put into the model after Precision was made, and would never be "
-                    "trained: change the model first, and spread it (fully_shard) first"
-                )
 
     def finish(self, kind: str) -> None:
         """Write exactly from the next step on, at the end of a training in bf16 weights, where rounding costs

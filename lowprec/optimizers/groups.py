@@ -125,7 +125,7 @@ def listed_group(group):
     """
     params = group.get("params") if isinstance(group, Mapping) else None
     if params is None or isinstance(params, set | frozenset):
-        raise Refused('groups: a list of dicts is asked for, each with a list of parameters, its "params"')
+        raise Refused('groups: a list of dicts, each with its "params" in a list; a set has no order')
     params = [params] if torch.is_tensor(params) else params
     return {**group, "params": [p[1] if isinstance(p, tuple) else p for p in params]}
 

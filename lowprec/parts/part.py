@@ -10,6 +10,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
+from ..view import copied
+
 
 class Part:
     """The places at which a run asks. Every default does nothing. run: a precision.Precision."""
@@ -159,3 +161,33 @@ class Method(Part):
         if any(isinstance(module, nn.TransformerEncoderLayer) for module in run.model.modules()):
             # in eval without gradients torch's fast path reads the weights, and calls no layer
             torch.backends.mha.set_fastpath_enabled(False)
+
+
+class OneRank:
+    """What a net that is not spread asks of its ranks: as parts.ranks.NetRanks, and nothing to do."""
+
+    sum = staticmethod(lambda number: number)
+
+    @staticmethod
+    def norms_of(grads):
+        """{parameter: 2-norm of its gradient, fp32, 0-dim}. grads: {parameter: tensor}."""
+        return dict(zip(grads, torch._foreach_norm(list(grads.values()), dtype=torch.float32), strict=True))
+
+    def lasting_parameters(self, net):
+        """(name, parameter) of those that are the same in a step and between steps."""
+        return net.named_parameters()
+
+    def copy(self, run, values):
+        return copied(run.model)
+
+    def gathered(self, values):
+        return values
+
+    def wrapped(self, state, averages):
+        return state
+
+    def cut(self, state, run):
+        return state
+
+
+ONE_RANK = OneRank()

@@ -20,10 +20,10 @@ import torch
 
 from ..errors import Refused
 from ..optimizers.build import all_ours
-from ..precision import ONE_RANK, clip_factor
+from ..precision import clip_factor
 from ..rules import RELEASE_ALONE_RULES, Rule, check_alone
 from ..telemetry import report_of_run
-from .part import Part
+from .part import ONE_RANK, Part
 
 # ---- Release -----------------------------------------------------------------------------------------------
 

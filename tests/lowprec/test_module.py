@@ -169,7 +169,7 @@ def test_what_would_call_itself_or_lose_its_parameters_is_refused():
         run.forward = wrapped
     with pytest.raises(Refused, match="fully_shard.*and make Precision then"):
         run.module.__class__ = nn.Sequential  # as fully_shard does
-    with pytest.raises(Refused, match="was put into the model after Precision"):
+    with pytest.raises(Refused, match="not in the model, when Precision was made"):
         for module in run.model.modules():
             for name, p in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(p.detach().clone()))  # as fully_shard does to a wrapper
