@@ -579,7 +579,7 @@ class Precision:
                 raise Refused(f"the checkpoint lacks the weight {name}: it is another net's")
         for name, t in weights.items():
             own = held.get(name)
-            if own is None or torch.is_tensor(t) and torch.is_tensor(own) and not _fits(t, own):
+            if name not in held or torch.is_tensor(t) and torch.is_tensor(own) and not _fits(t, own):
                 differs = f"{name} is {described(t)} in the checkpoint, and {described(own)} in this net"
                 raise Refused(f"weight {differs}: it is another net's")
         return weights
