@@ -311,12 +311,10 @@ class Eco(Way):
         self.feedback = feedback
 
     def check(self, group, name):
-        option = "momentum" if "momentum" in group else "betas[0]"
-        remedy = f"set {option} above 0, as 0.9"
-        if self.feedback is None:
-            remedy = f"{name} has no momentum that takes them; AdamW has"
-        if self.feedback is None or not group.get("momentum", group.get("betas", [0])[0]):
-            raise Refused(f"update='eco' puts rounding errors into the momentum: {remedy}")
+        takes = self.feedback and group.get("momentum", group.get("betas", [0])[0])
+        if not takes:
+            remedy = "take AdamW and set betas[0] above 0, or SGD and set momentum above 0, as 0.9"
+            raise Refused(f"update='eco': {name} has no momentum that takes rounding errors: {remedy}")
 
     def write(self, x, p, noise, low=None):
         return super().write(x, p, None)

@@ -82,7 +82,7 @@ def test_a_rate_of_zero_leaves_the_momentum_alone():
 
 def test_what_takes_no_error_is_refused():
     params = [nn.Parameter(torch.ones(8, 8, dtype=BF16))]
-    refused(lambda: Lion(params, update="eco"), "Lion has no momentum", "AdamW has")
+    refused(lambda: Lion(params, update="eco"), "Lion has no momentum", "take AdamW")
     refused(lambda: Muon(params, update="eco"), "Muon has no momentum")
     refused(lambda: SGD(params, update="eco"), "set momentum above 0")
     refused(lambda: AdamW(params, update="eco", master="split"), "drop one")
