@@ -289,15 +289,3 @@ def _support_by_cpu(features):
         "opt4bit": ("native", "torchao, by torch.compile"),
         "sparse24": ("no", "needs compute capability 8.0"),
     }
-
-
-def recommended_flags(table):
-    """(flags, reason) to start with on a machine whose `support` table this is."""
-    if table["bf16"][0] == "native":
-        short = "when memory is short, --pure_bf16 --stochastic halves weights, gradients and states"
-        equal = "equal to fp32 within small margins (EXPERIMENTS.md)"
-        return "--bf16", f"fp32 weights, bf16 matmuls: {equal}; {short}"
-    if table["fp16"][0] == "native":
-        return "--fp16", "fp16 tensor cores without bf16: dynamic loss scaling is on"
-    slow = "this machine has no fast 16-bit arithmetic: plain fp32 is fastest"
-    return "", f"{slow}; --pure_bf16 --stochastic still halves the memory"

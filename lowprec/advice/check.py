@@ -9,7 +9,7 @@ import torch
 
 from .. import __version__
 from ..kernels import cpu_step
-from ..machine import device_facts, recommended_flags, support
+from ..machine import device_facts, support
 from ..parts.onednn import fault_line
 
 # without which a kind of states can't be had
@@ -56,6 +56,18 @@ def device_lines(device, start):
     lines.append(f"  {kernel_line(device)}")
     lines += [f"  {line}" for line in start(*recommended_flags(found))]
     return lines
+
+
+def recommended_flags(table):
+    """(flags, reason) to start with on a machine whose `support` table this is."""
+    if table["bf16"][0] == "native":
+        short = "when memory is short, --pure_bf16 --stochastic halves weights, gradients and states"
+        equal = "equal to fp32 within small margins (EXPERIMENTS.md)"
+        return "--bf16", f"fp32 weights, bf16 matmuls: {equal}; {short}"
+    if table["fp16"][0] == "native":
+        return "--fp16", "fp16 tensor cores without bf16: dynamic loss scaling is on"
+    slow = "this machine has no fast 16-bit arithmetic: plain fp32 is fastest"
+    return "", f"{slow}; --pure_bf16 --stochastic still halves the memory"
 
 
 def missing_package(ability):

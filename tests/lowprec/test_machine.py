@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec import formats, machine, rules
+from lowprec.advice.check import recommended_flags
 from lowprec.errors import Refused
-from lowprec.machine import exact_math, quiet_import, recommended_flags, support, try_import
+from lowprec.machine import exact_math, quiet_import, support, try_import
 from lowprec.optimizers.rounded import AdamW
 from lowprec.precision import Precision
 from lowprec.recipes import check_machine, recipe
