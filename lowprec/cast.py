@@ -206,7 +206,7 @@ def _parts_of_graphs(x):
 
 
 class Border:
-    """A hook that a run has put on a module of its net: `Cast.undo` takes it away."""
+    """A hook that a run has put on a module of its net: `without_borders` takes it away."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,14 +256,16 @@ class AsGiven(Border):
         return tree_to(torch.bfloat16, out, as_given)
 
 
-def _remove_borders(model):
-    for module in model.modules():
+def without_borders(net: nn.Module) -> nn.Module:
+    """A net, in which no run's border casts are left; other people's hooks stay."""
+    for module in net.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number, hook in list(hooks.items()):
                 if isinstance(hook, Border):
                     del hooks[number]
                     module._forward_pre_hooks_with_kwargs.pop(number, None)
                     module._forward_hooks_with_kwargs.pop(number, None)
+    return net
 
 
 # ---- Cast --------------------------------------------------------------------------------------------------
@@ -293,7 +295,7 @@ class Cast:
         self.whole: list[nn.Module] = []
         self.dtypes_of_frozen: dict[nn.Module, dict[nn.Parameter, torch.dtype]] = {}
         self.averages: dict[str, str] = {}
-        _remove_borders(model)  # of an earlier Precision, whose islands these need not be
+        without_borders(model)  # of an earlier Precision, whose islands these need not be
         if self.dtypes:
             from .parts.frozen import check_dtype_patterns
 
@@ -365,11 +367,6 @@ class Cast:
         outputs = {**dict.fromkeys(around, weights), **dict.fromkeys(fp32_outputs, torch.float32)}
         for module, dtype in outputs.items():
             module.register_forward_hook(OutOf(dtype))
-
-    def undo(self, net: nn.Module) -> nn.Module:
-        """Take the border casts out of `net`, a copy of the model; other people's hooks stay."""
-        _remove_borders(net)
-        return net
 
 
 def _modules_called(model, option, pattern):

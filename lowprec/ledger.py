@@ -106,7 +106,7 @@ def of_run(run, sites: Mapping[str, Site]) -> Ledger:
     parameters = sum(p.numel() for p in run.params)
     example = run.view_of_model.example
     if example is not None:
-        args, kwargs = run.view_of_model.cast(*example)
+        args, kwargs = run.view_of_model.cast(run.view_of_model.arguments, *example)
         for part in run.parts:
             part.count_flops(run.model, args, kwargs)
     remarks = _remarks(run, parameters)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .cast import Cast
+from .cast import Cast, without_borders
 from .errors import Refused, check_choice, check_several
 from .kernels import cpu_products
 from .machine import settle_vector_math
@@ -460,7 +460,7 @@ class Precision:
         net.requires_grad_(False).eval()
         converts = r.generation in GENERATION_BY_CAST or r.quantises
         if converts:
-            self.cast.undo(net)
+            without_borders(net)
             weights = "bf16" if r.generation == "bf16" else "fp32"
             compute = GENERATION_BY_CAST.get(r.generation, "bf16")
             r = r.replace(weights=weights, grads=weights, compute=compute, islands="none")

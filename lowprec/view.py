@@ -115,11 +115,8 @@ class View:
             return nullcontext()
         return exact_math(self.recipe.compute == "tf32")
 
-    def cast(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """(args, kwargs) as the net takes them."""
-        return self._cast(self.arguments, args, kwargs)
-
-    def _cast(self, arguments, args, kwargs):
+    def cast(self, arguments: list[str], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """(args, kwargs) as the net takes them. arguments: names of the parameters of what is called."""
         if not self.recipe.low_weights:
             return args, kwargs
         named = list(zip(_names(arguments, args), args, strict=True))
@@ -166,7 +163,7 @@ class View:
     def _called(self, function, arguments, args, kwargs):
         if self.example is None and self.methods and function is self.forward:
             self.example = tree_map(_shape, (args, kwargs))
-        args, kwargs = self._cast(arguments, args, kwargs)
+        args, kwargs = self.cast(arguments, args, kwargs)
         start = None if self.settled else StartOfCall(self)
         while True:
             try:

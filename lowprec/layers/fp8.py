@@ -19,6 +19,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
+from ..cast import without_borders
 from ..view import View, copied
 from . import fp8_backends, fp8_product, stacks
 from .coverage import PREFIXES_OF_HOOKS, Coverage
@@ -221,7 +222,7 @@ class FP8(Coverage):
     def _gradients_without_fp8(self, run, loss, compute):
         """Of a copy of the net with fp32 weights, whose products are taken in `compute`."""
         with self.plain(run.model):
-            net = run.cast.undo(copied(run.model)).float()
+            net = without_borders(copied(run.model)).float()
         view = self._view(run, net, compute=compute, weights="fp32", grads="fp32", islands="none")
         return gradients_of_loss(view, net, loss)
 
