@@ -182,7 +182,7 @@ class Peer(Answers, torch.optim.Optimizer):
         for name, value in saved.items():
             here = own.get(name, p if name in self.shaped_as_weights else value)
             if torch.is_tensor(value) and (not torch.is_tensor(here) or here.shape != value.shape):
-                refuse_value(name, value, here)
+                refuse_value("optimiser state", name, value, here)
 
     def _load(self, p, saved):
         def copied(value):

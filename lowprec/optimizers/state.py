@@ -321,7 +321,7 @@ class KeptState:
         for name in [*own, *saved]:
             here, there = own.get(name), saved.get(name)
             if not (holds(here, there) or name == "step" and counts(there)):
-                refuse_value(f"{name} of parameter {number}", there, here)
+                refuse_value(f"optimiser state of parameter {number}", name, there, here)
         return saved
 
     def _take(self, p, saved):
@@ -347,10 +347,10 @@ def holds(view, t):
     return t.dtype == view.dtype or widens
 
 
-def refuse_value(name, there, here):
+def refuse_value(state, name, there, here):
     """Raise Refused for what a saved state has of a name, `there`, that can't be held `here`."""
     differs = f"{name} is {described(there)} there, and {described(here)} here"
-    raise Refused(f"optimiser state: {differs}: it was written by another model or recipe")
+    raise Refused(f"{state}: {differs}: it was written by another model or recipe")
 
 
 def counts(t):
