@@ -73,7 +73,7 @@ class Options:
     ema_decay: float | None = 0.999  # of the average 'ema', whose dtype and rounding are sites; None for none
     ema_warmup: bool = False  # let it start low, see average.EMA
     averages: Iterable[str] = ()  # further ones, as 'DECAY:DTYPE[:UPDATE]'
-    average_on: str = "device"  # where they are kept: 'device' or 'cpu'
+    average_on: str = "device"  # where they are kept: 'device' or 'cpu', see parts/average_on_cpu.py
     init_loss_scale: float = 2.0**16  # this and the next three: as of torch.amp.GradScaler
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
