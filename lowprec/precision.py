@@ -179,6 +179,7 @@ class Precision:
             self.parts.append(kind.of(self))
         # those that change how layers multiply
         self.methods: list[Method] = [part for part in self.parts if isinstance(part, Method)]
+
         originals = self._cast(model)
         self.named_params = _trained(net)
         self.params = [p for _, p in self.named_params]
@@ -191,6 +192,7 @@ class Precision:
         with torch.no_grad():
             for p, original in zip(self.params, originals, strict=False):
                 self.optimizer.set_exact(p, original)  # of the fp32 weights, not of their bf16 image
+
         # the average 'ema', if any, and further ones
         how = dict(low_part=self.low_part, seed=self.options.seed)
         make = functools.partial(self.average_kind, self.named_params, **how)
