@@ -266,7 +266,7 @@ def test_where_moments_are_kept():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert offloaded("cpu", cpu) is None and offloaded("device", cuda) is None
     assert start("fp32", states_on="cpu").away is None, "on a CPU they are there already"
-    refused(lambda: start("fp32", states_on="disk"), "device or on the cpu")
+    refused(lambda: start("fp32", states_on="disk"), "choose from device, cpu")
 
 
 @pytest.mark.parametrize("name", ["stochastic", "split opt8bit"])
