@@ -31,7 +31,7 @@ from .machine import settle_vector_math
 from .optimizers import build
 from .optimizers.average import EMA
 from .optimizers.buckets import local_tensor
-from .optimizers.groups import SPARSE_GRADIENT, check_numbers, listed_group, trained_groups
+from .optimizers.groups import SPARSE_GRADIENT, check_numbers
 from .optimizers.state import described
 from .parts import FINISH, MICRO_BATCHES, PARTS
 from .parts.part import ONE_RANK, Method, Part
@@ -96,7 +96,7 @@ class Options:
         self.clip_grad = self.clip_grad or 0.0  # None is none
         self.clip_tensor = self.clip_tensor or 0.0
         if self.groups is not None:
-            self.groups = list(map(listed_group, self.groups))
+            self.groups = list(map(build.listed_group, self.groups))
         names = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay", "seed")
         self.of_optimizer = {name: getattr(self, name) for name in names}  # what build.build takes by name
 
@@ -166,7 +166,7 @@ class Precision:
         # what no optimiser takes is refused while the net is still as it came
         check_numbers({name: value for name, value in self.options.of_optimizer.items() if value is not None})
         if self.options.groups is not None:
-            trained_groups(self.options.groups, _trained(net))
+            build.trained_groups(self.options.groups, _trained(net))
 
         self.ranks: Any = ONE_RANK
         # called before the weights are next written, in a step or within backward
@@ -256,7 +256,7 @@ class Precision:
         """An optimiser of all parameters that are trained, as this recipe has it."""
         groups = self.params
         if self.options.groups is not None:
-            groups = trained_groups(self.options.groups, self.named_params)
+            groups = build.trained_groups(self.options.groups, self.named_params)
         return build.build(
             self.options.optimizer,
             groups,

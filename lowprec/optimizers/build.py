@@ -1,6 +1,8 @@
 """The choice of an optimiser: ours and other people's by name, and several of them as one."""
 
 import inspect
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -63,6 +65,37 @@ def divided_groups(groups, name, net=None):
         if rest:
             found.append({**group, "params": rest, "optimizer": others})
     return found
+
+
+def listed_group(group):
+    """A parameter group with a list of parameters, of which torch takes one, an iterable, or an iterable of
+    (name, parameter). Raises Refused for a set, which has no order that a resume could rely on.
+    """
+    params = group.get("params") if isinstance(group, Mapping) else None
+    if params is None or isinstance(params, set | frozenset):
+        raise Refused('groups: a list of dicts, each with its "params" in a list; a set has no order')
+    params = [params] if torch.is_tensor(params) else params
+    return {**group, "params": [p[1] if isinstance(p, tuple) else p for p in params]}
+
+
+def trained_groups(groups, named_params):
+    """The groups with the parameters that are trained alone. named_params: [(name, parameter)] of these.
+    Raises Refused where one of them is in no group or in several, and for one that is not among them.
+    """
+    times = Counter()
+    for group in groups:
+        times.update(group["params"])
+    for name, p in named_params:
+        if times[p] != 1:
+            which = f"groups: parameter {name} is in {times[p]} of them"
+            raise Refused(f"{which}: put it into one, or set requires_grad=False")
+    trained = {p for _, p in named_params}
+    if any(p.requires_grad and p not in trained for p in times):
+        raise Refused(
+            "groups: a parameter of them is none of the model's, and would never be trained; put it into a "
+            "module with the net, and make Precision of that"
+        )
+    return [{**group, "params": [p for p in group["params"] if p in trained]} for group in groups]
 
 
 # ---- Several as one ----------------------------------------------------------------------------------------

@@ -1,10 +1,6 @@
-"""What is refused of a parameter group: one that is given to an optimiser, one of a net's parameters, and one
-of a saved state.
-"""
+"""What is refused of a parameter group: one that is given to an optimiser, and one of a saved state."""
 
 import math
-from collections import Counter
-from collections.abc import Mapping
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -114,37 +110,3 @@ def check_groups(saved, optimizer):
         decoupled = group.get("decoupled_weight_decay", "dampening" not in group)  # torch's SGD has no choice
         if group.get("weight_decay") and not decoupled:
             raise Refused(f"optimiser state with L2 decay: {name}'s is decoupled; set it to 0 in its groups")
-
-
-# ---- Groups of a net ---------------------------------------------------------------------------------------
-
-
-def listed_group(group):
-    """A parameter group with a list of parameters, of which torch takes one, an iterable, or an iterable of
-    (name, parameter). Raises Refused for a set, which has no order that a resume could rely on.
-    """
-    params = group.get("params") if isinstance(group, Mapping) else None
-    if params is None or isinstance(params, set | frozenset):
-        raise Refused('groups: a list of dicts, each with its "params" in a list; a set has no order')
-    params = [params] if torch.is_tensor(params) else params
-    return {**group, "params": [p[1] if isinstance(p, tuple) else p for p in params]}
-
-
-def trained_groups(groups, named_params):
-    """The groups with the parameters that are trained alone. named_params: [(name, parameter)] of these.
-    Raises Refused where one of them is in no group or in several, and for one that is not among them.
-    """
-    times = Counter()
-    for group in groups:
-        times.update(group["params"])
-    for name, p in named_params:
-        if times[p] != 1:
-            which = f"groups: parameter {name} is in {times[p]} of them"
-            raise Refused(f"{which}: put it into one, or set requires_grad=False")
-    trained = {p for _, p in named_params}
-    if any(p.requires_grad and p not in trained for p in times):
-        raise Refused(
-            "groups: a parameter of them is none of the model's, and would never be trained; put it into a "
-            "module with the net, and make Precision of that"
-        )
-    return [{**group, "params": [p for p in group["params"] if p in trained]} for group in groups]

@@ -35,14 +35,7 @@ from ..rounding import (
 )
 from .answers import RoundedAnswers
 from .buckets import ALL, Bucket, StepTable, Writing, rows_of, scale_of, whole_alone
-from .groups import (
-    OPTIONS_NOT_OURS,
-    check_dtypes,
-    check_numbers,
-    check_options,
-    check_rule,
-    name_of,
-)
+from .groups import OPTIONS_NOT_OURS, check_dtypes, check_numbers, check_options, check_rule, name_of
 from .state import HERE, KINDS, KeptState, described, holds
 
 # ---- AdamW -------------------------------------------------------------------------------------------------
