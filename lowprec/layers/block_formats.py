@@ -2,13 +2,14 @@
 blocks of 128.
 
     form = BLOCK_FORMATS["nvfp4"]
-    packed = form.encode(x, dim=1)                # codes and scales; dim: the one that a product sums over
-    y = form.decode(packed)                       # fp32, what they stand for
-    y = form.rounded(x, dim=1, noise=key)         # the same without codes, in one fused pass
+    y = form.rounded(x, dim=1, noise=key)         # fp32, what codes and scales stand for
+
+dim is the dimension that a product sums over. No codes are made here: products are emulated, or taken by
+libraries that code operands by themselves.
 
 A format is composed of an element (a float of few bits), of how a scale is stored, and of the shape of a
 block. Sources: OCP Microscaling Formats 1.0 for MX; arXiv 2509.25149 for NVFP4; arXiv 2412.19437 for blocks
-of 128. Codes and scales to the nearest are those of torchao 0.18, bit for bit; those of block128 follow
+of 128. Values to the nearest are those of torchao 0.18, bit for bit; those of block128 follow
 TransformerEngine's rule. Where `noise` asks for stochastic codes, a scale is rounded up, and not to the
 nearest: a value above the largest code would be clipped, and the mean over keys would not be x. A new format
 is one more row of BLOCK_FORMATS.
@@ -17,7 +18,6 @@ is one more row of BLOCK_FORMATS.
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,20 +31,12 @@ from ..rounding import uniform
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """A float of 1 sign bit, `exponent` and `mantissa` bits, largest value `top`. dtype: torch's own; None:
-    then there is no NaN, and a NaN takes the code that torchao gives it.
-    """
+    """A float of 1 sign bit, `exponent` and `mantissa` bits, largest value `top`."""
 
     name: str
     exponent: int
     mantissa: int
     top: float
-    dtype: torch.dtype | None = None
-
-    @property
-    def bits(self):
-        """Bits a value."""
-        return 1 + self.exponent + self.mantissa
 
     @property
     def least(self):
@@ -63,41 +55,9 @@ class Element:
         steps = y / gap
         return (steps.round() if uniform is None else (steps + uniform).floor()) * gap
 
-    def codes(self, y):
-        """uint8, as y: the codes of values fp32 y that `round` gave."""
-        if self.dtype is not None:
-            return y.to(self.dtype).view(torch.uint8)
-        bits = y.view(torch.int32)
-        magnitude = bits & 0x7FFFFFFF
-        shift = 23 - self.mantissa
-        normal = (magnitude >> shift) - ((self.least + 126) << self.mantissa)
-        subnormal = y.abs() * 2.0 ** (self.mantissa - self.least)
-        small = y.abs() < 2.0**self.least
-        sign = (bits >> 31) & 1
-        code = torch.where(small, subnormal.nan_to_num().int(), normal & 0xFF) | (sign << (self.bits - 1))
-        return code.to(torch.uint8)
 
-    def values(self, codes):
-        """fp32, as codes: what codes stand for."""
-        return _values(self, codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
-
-
-@functools.cache
-def _values(element, device):
-    codes = torch.arange(256, dtype=torch.uint8, device=device)
-    if element.dtype is not None:
-        return codes.view(element.dtype).float()
-    codes = codes.int()
-    field = (codes >> element.mantissa) & (2**element.exponent - 1)
-    fraction = (codes & (2**element.mantissa - 1)).float() * 2.0**-element.mantissa
-    exponent = field.clamp(min=1) + (element.least - 1)
-    magnitude = (fraction + (field > 0)) * torch.exp2(exponent.float())
-    sign = 1.0 - 2.0 * ((codes >> (element.bits - 1)) & 1)
-    return sign * magnitude
-
-
-E5M2 = Element("e5m2", 5, 2, 57344.0, torch.float8_e5m2)
-E4M3 = Element("e4m3", 4, 3, 448.0, torch.float8_e4m3fn)
+E5M2 = Element("e5m2", 5, 2, 57344.0)
+E4M3 = Element("e4m3", 4, 3, 448.0)
 E3M2 = Element("e3m2", 3, 2, 28.0)
 E2M3 = Element("e2m3", 2, 3, 7.5)
 E2M1 = Element("e2m1", 2, 1, 6.0)
@@ -106,7 +66,6 @@ E5M3 = Element("e5m3", 5, 3, 114688.0)  # of scales alone, whose sign bit is not
 # ---- Scales ------------------------------------------------------------------------------------------------
 # A scale's methods. `tensor`: what all blocks of x share, or None. `held`: the scale that a block with
 # this amax stores, as numbers. `scaled`: x in units of the element. `value`: what a stored scale stands for.
-# `codes`: `held` as stored; `decoded`: what these codes stand for.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +105,6 @@ class PowerOfTwo:
         power = torch.where(held == 0, 2.0**-127, (held << 23).view(torch.float32))
         return torch.where(held == 255, math.nan, power)
 
-    def codes(self, held):
-        return held.to(torch.uint8)
-
-    def decoded(self, codes, tensor):
-        return self.value(codes.int(), tensor)
-
 
 @dataclasses.dataclass(frozen=True)
 class TwoLevels:
@@ -184,12 +137,6 @@ class TwoLevels:
     def value(self, held, tensor):
         return tensor * held
 
-    def codes(self, held):
-        return self.grid.codes(held)
-
-    def decoded(self, codes, tensor):
-        return self.value(self.grid.values(codes), tensor)
-
 
 @dataclasses.dataclass(frozen=True)
 class Full:
@@ -216,27 +163,8 @@ class Full:
     def value(self, held, tensor):
         return 1.0 / held
 
-    def codes(self, held):
-        return self.value(held, None)
-
-    def decoded(self, codes, tensor):
-        return codes
-
 
 # ---- Formats -----------------------------------------------------------------------------------------------
-
-
-class Packed(NamedTuple):
-    """A tensor in codes. codes: uint8, the summed dimension last and filled up to whole blocks, two 4-bit
-    codes to a byte, the first one low. scales: of the blocks, in the order of the codes: uint8, or fp32.
-    tensor: the fp32 scale of all, or None. shape, dim: of the tensor that was encoded.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    tensor: torch.Tensor | None
-    shape: torch.Size
-    dim: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,8 +173,8 @@ class BlockFormat:
     a product sums over, and `height` across it: 1, or as many as `length` for the square blocks of a weight.
 
     capability: of the NVIDIA GPUs that multiply so, None where torch reaches none. flag: the flags that ask
-    for it, without dashes. remedy: where it loses too much. draws: whether samples can be drawn in it. eden:
-    0, or how many values share EDEN's factor, see `_eden_scales`.
+    for it, without dashes. draws: whether samples can be drawn in it. eden: 0, or how many values share
+    EDEN's factor, see `_eden_scales`.
     """
 
     name: str
@@ -255,22 +183,9 @@ class BlockFormat:
     length: int
     capability: tuple[int, int] | None
     flag: str
-    remedy: str
     height: int = 1
     draws: bool = False
     eden: int = 0
-
-    @property
-    def bits(self):
-        """Bits a value, with its share of a scale."""
-        of_scale = 32 if isinstance(self.scale, Full) else 8
-        return self.element.bits + of_scale / (self.length * self.height)
-
-    @property
-    def gap(self):
-        """Half of the distance between two codes, as a share of the value: what rounding may lose."""
-        most = 100 / 2 ** (self.element.mantissa + 1)
-        return f"{most / 2:.0f} % to {most:.0f} %"
 
     @property
     def why(self):
@@ -292,35 +207,13 @@ class BlockFormat:
         kind, capability, _ = device_facts(device)
         return kind == "cuda" and self.capability is not None and capability >= self.capability
 
-    def encode(self, x, dim, noise=None):
-        """x, any float of 1 dimension or more (2 for square blocks) -> its `Packed` codes and scales.
-
-        dim: the dimension along which blocks run; sizes that don't divide are filled up with zeros. noise:
-        None for the nearest codes, or a `rounding.noise_key` for stochastic ones, whose mean over keys is x.
-        """
-        blocks, filled = self._rows(x, dim)
-        y, held, tensor = _scaled(self, blocks, noise)
-        codes = self._whole(self.element.codes(y), filled)
-        if self.element.bits == 4:
-            codes = codes[..., ::2] | codes[..., 1::2] << 4
-        *rows, length = filled
-        if self.height > 1:
-            rows = [rows[0] // self.height]
-        scales = self.scale.codes(held).view(*rows, length // self.length)
-        return Packed(codes, scales, tensor, x.shape, dim)
-
-    def decode(self, packed):
-        """fp32 of the shape that was encoded: what codes and scales stand for."""
-        codes = packed.codes
-        if self.element.bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-        rows, filled = self._rows(codes, -1)
-        scales = self.scale.decoded(packed.scales, packed.tensor).reshape(-1, 1)
-        y = self._whole(self.element.values(rows) * scales, filled)
-        return _in_shape(y, packed.shape, packed.dim)
-
     def rounded(self, x, dim, noise=None, compiled=True):
-        """decode(encode(x, dim, noise)), fp32 of x's shape, in one fused pass without codes."""
+        """fp32 of x's shape, in one fused pass: what codes and scales of x stand for.
+
+        x: any float of 1 dimension or more (2 for square blocks). dim: the dimension along which blocks run;
+        sizes that don't divide are filled up with zeros. noise: None for the nearest codes, or a
+        `rounding.noise_key` for stochastic ones, whose mean over keys is x.
+        """
         rows, filled = self._rows(x, dim)
         compiled = compiled and type(rows) is torch.Tensor  # a compiler that traces this fuses it itself
         y = fused(_rounding_kernel(self), rows, noise, compiled=compiled)
@@ -428,26 +321,21 @@ def _eden_scales(form, y, rounded, held, key):
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
-def _mx(name, element, flag, remedy, mode="floor", draws=False):
-    return BlockFormat(name, element, PowerOfTwo(mode), 32, BLACKWELL, flag, remedy, draws=draws)
+def _mx(name, element, flag, mode="floor", draws=False):
+    return BlockFormat(name, element, PowerOfTwo(mode), 32, BLACKWELL, flag, draws=draws)
 
 
-_OTHER_FLAG, _OTHER_SET = "--fp8_recipe rowwise, or --bf16", "--set generation=bf16"
 _ROWS_OF_FORMATS = (
-    _mx("mxfp8", E4M3, "fp8_recipe mxfp8", _OTHER_FLAG, mode="up", draws=True),
-    _mx("mxfp8_e5m2", E5M2, "fp8_recipe mxfp8 --fp8_format e5m2", _OTHER_FLAG, mode="up"),
-    _mx("mxfp6_e3m2", E3M2, "", _OTHER_SET),
-    _mx("mxfp6_e2m3", E2M3, "", _OTHER_SET),
-    BlockFormat(
-        "nvfp4", E2M1, TwoLevels(E4M3, 448.0), 16, BLACKWELL, "fp4 nvfp4", "--fp4_keep last:2", draws=True
-    ),
-    _mx("mxfp4", E2M1, "fp4 mxfp4", "--fp4 nvfp4", draws=True),
+    _mx("mxfp8", E4M3, "fp8_recipe mxfp8", mode="up", draws=True),
+    _mx("mxfp8_e5m2", E5M2, "fp8_recipe mxfp8 --fp8_format e5m2", mode="up"),
+    _mx("mxfp6_e3m2", E3M2, ""),
+    _mx("mxfp6_e2m3", E2M3, ""),
+    BlockFormat("nvfp4", E2M1, TwoLevels(E4M3, 448.0), 16, BLACKWELL, "fp4 nvfp4", draws=True),
+    _mx("mxfp4", E2M1, "fp4 mxfp4", draws=True),
     # nvfp4 with scales of a wider range, as in a prototype of TransformerEngine (its pull request 3325)
-    BlockFormat(
-        "nvfp4_ue5m3", E2M1, TwoLevels(E5M3, E5M3.top), 16, None, "fp4 nvfp4_ue5m3", "--fp4_keep last:2"
-    ),
-    BlockFormat("block128", E4M3, Full(power_of_two=True), 128, HOPPER, "fp8_recipe block128", _OTHER_FLAG),
-    BlockFormat("block128_fp32", E4M3, Full(), 128, HOPPER, "fp8_recipe block128_fp32", _OTHER_FLAG),
+    BlockFormat("nvfp4_ue5m3", E2M1, TwoLevels(E5M3, E5M3.top), 16, None, "fp4 nvfp4_ue5m3"),
+    BlockFormat("block128", E4M3, Full(power_of_two=True), 128, HOPPER, "fp8_recipe block128"),
+    BlockFormat("block128_fp32", E4M3, Full(), 128, HOPPER, "fp8_recipe block128_fp32"),
 )
 BLOCK_FORMATS = {row.name: row for row in _ROWS_OF_FORMATS}
 
