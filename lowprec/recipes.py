@@ -11,7 +11,6 @@ sites.py lists the kinds of tensor ("sites"), rules.py what is refused and warne
 from __future__ import annotations
 
 import importlib
-import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -73,7 +72,6 @@ class Recipe:
         self.low_weights = self.values["weights"] == "bf16"  # whether the weights are bf16
         # how bf16 weights are written
         self.way: Way = chosen_way(self["update"], self["kahan"] == "on", self["master"])
-        self._kept_for = None  # the optimisers whose sites it has, see `keeping`
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -116,11 +114,7 @@ class Recipe:
         """
         device = torch.device(device)
         options = [each and each.resolve(device) for each in (self.fp8, self.fp4)]
-        if not any(options):
-            return self
-        settled = Recipe(self.more, *options, **self.values)
-        settled._kept_for = self._kept_for
-        return settled
+        return Recipe(self.more, *options, **self.values) if any(options) else self
 
     @property
     def autocasts(self) -> bool:
@@ -152,14 +146,10 @@ class Recipe:
         """The recipe with the sites of these optimisers, names or classes. Raises Refused for a moment that
         one of them can't hold so.
         """
-        wanted = _identity(optimizers)
-        if wanted == self._kept_for:
+        values = _values_for(optimizers, self.values)
+        if values == self.values:
             return self
-        values = _with_sites_of(optimizers, self.values)
-        values = _without_moments_but_of(optimizers, values)
-        found = Recipe({**sites_of(*optimizers), **self.more}, self.fp8, self.fp4, **values)
-        found._kept_for = wanted
-        return found
+        return Recipe({**sites_of(*optimizers), **self.more}, self.fp8, self.fp4, **values)
 
     @property
     def generation_dtype(self) -> torch.dtype:
@@ -247,7 +237,7 @@ def recipe(
     check_several("sites", sites)
     check_choice("master", master, SITES["master"].values)
     check_choice("sparse24", sparse24, SITES["sparse24"].values)
-    rules.refuse(rules.FLAG_RULES, types.SimpleNamespace(**flags))
+    rules.refuse_exclusive(flags)
     values = {}
     for flag, sites_of_flag in FLAGS.items():
         if flags[flag] not in (False, "none"):
@@ -261,14 +251,12 @@ def recipe(
     decays = values.get("sparse24") == "srste" and values.get("weights") == "bf16"
     if decays and "accumulate" not in chosen:
         values["accumulate"] = "fp32"  # the decay, some 1e-4 of a weight, would be rounded away in bf16
-    values = _with_sites_of([optimizer], values)
-    values = _without_moments_but_of([optimizer], values, chosen)
+    values = _values_for([optimizer], values, chosen)
     compute = values.get("compute", "fp32")
     options = {}
     if flags_of_products or compute in LOW_PRODUCTS:
         options = _options_of_products(compute, flags.get(compute), flags_of_products)
     result = Recipe({**sites_of(optimizer), **task_sites}, **options, **values)
-    result._kept_for = _identity([optimizer])
     rules.refuse(rules.RECIPE_RULES, result)
     return result
 
@@ -326,30 +314,39 @@ def _options_of_products(compute, asked, flags):
 # ---- Sites of optimisers -----------------------------------------------------------------------------------
 
 
-def _identity(optimizers):
-    """What tells the sites of some optimisers from those of others: their classes, or other people's names.
-    """
-    found = set()
-    for optimizer in optimizers:
-        found.update(classes_of(optimizer) or [optimizer])
-    return found
-
-
-def _with_sites_of(optimizers, values):
-    """{site: value} with the sites that the optimisers have. Raises Refused for a value that one can't have.
+def _values_for(optimizers, values, chosen=()):
+    """{site: value} with the sites that the optimisers have, and the defaults of those moments of AdamW that
+    none of them keeps. Raises Refused for a value that one can't have, and where a moment that none keeps is
+    among the `chosen` sites.
     """
     values = dict(values)
-    for name, site in sites_of(*optimizers).items():
-        if name in values:
+    kept = set()
+    classes = {optimizer: classes_of(optimizer) for optimizer in optimizers}
+    for optimizer, kinds in classes.items():
+        for kind in kinds:
+            kept.update(kind.moments)
+            for name, site in kind.sites.items():
+                if name in values:
+                    continue
+                values[name] = _unset(site, values)
+                if values[name] not in site.values:
+                    raise Refused(
+                        f"{site.follows}={values[name]} with --optimizer {_title(optimizer)}: its second "
+                        "moments are a number a row and a column, too few for codes; drop --opt8bit or "
+                        f"--opt4bit, or --set {name}=bf16 too"
+                    )
+    if not all(classes.values()):  # other people's may keep anything
+        return values
+    for site in ("exp_avg", "exp_avg_sq"):
+        if site in kept:
             continue
-        values[name] = _unset(site, values)
-        if values[name] not in site.values:
-            whose = next(o for o in optimizers if any(name in kind.sites for kind in classes_of(o)))
+        if site in chosen:
             raise Refused(
-                f"{site.follows}={values[name]} with --optimizer {_title(whose)}: its second moments "
-                "are a number a row and a column, too few for codes; drop --opt8bit or --opt4bit, or --set "
-                f"{name}=bf16 too"
+                f"--set {site}={values[site]}: --optimizer {' and '.join(map(_title, classes))} keeps no "
+                f"{site}; its moments: {', '.join(sorted(kept))}"
             )
+        if site in values:
+            values[site] = SITES[site].values[0]
     return values
 
 
@@ -362,31 +359,6 @@ def _unset(site, values):
     # an exact master promises the bits of fp32
     exact = values.get("master") in rules.EXACT_MASTERS
     return "bf16" if values.get("compute") in ("bf16", *LOW_PRODUCTS) and not exact else "fp32"
-
-
-def _without_moments_but_of(optimizers, values, chosen=()):
-    """{site: value} with the defaults of those moments of AdamW that none of the optimisers keeps. Raises
-    Refused where one of these is among the `chosen` sites.
-    """
-    if not all(classes_of(optimizer) for optimizer in optimizers):  # other people's may keep anything
-        return values
-    kept = set()
-    for optimizer in optimizers:
-        for kind in classes_of(optimizer):
-            kept.update(kind.moments)
-    values = dict(values)
-    for site in ("exp_avg", "exp_avg_sq"):
-        if site in kept:
-            continue
-        if site in chosen:
-            raise Refused(
-                f"--set {site}={values[site]}: --optimizer {' and '.join(map(_title, optimizers))} keeps no "
-                f"{site}; "
-                f"its moments: {', '.join(sorted(kept))}"
-            )
-        if site in values:
-            values[site] = SITES[site].values[0]
-    return values
 
 
 def _title(optimizer):

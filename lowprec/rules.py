@@ -5,7 +5,6 @@
 
 All rules of a table get one argument, the facts:
 
-    FLAG_RULES       flags         what recipe() is called with, but for single sites
     RECIPE_RULES     Recipe        which sites go together
     NET_RULES        nn.Module     the model of a Precision
     SETTING_RULES    a run         the other arguments of a Precision; its parts have rules of their own
@@ -63,33 +62,21 @@ def sentences(rules: tuple[Rule, ...], facts: Any) -> list[str]:
 # ---- Flags -------------------------------------------------------------------------------------------------
 
 
-def _precisions(flags):
-    """The flags among --bf16, --fp16 and --pure_bf16 that are given."""
-    return [f"--{name}" for name in ("bf16", "fp16", "pure_bf16") if getattr(flags, name)]
-
-
-FLAG_RULES = (
-    Rule(
-        lambda flags: len(_precisions(flags)) > 1,
-        lambda flags: f"{' and '.join(_precisions(flags))} exclude each other: choose one "
-        "(--bf16 keeps fp32 weights, --pure_bf16 does not)",
-    ),
-    Rule(
-        lambda flags: flags.opt8bit and flags.opt4bit,
-        "--opt8bit and --opt4bit exclude each other: choose one, or set the moments one by one "
-        "(--set exp_avg=int4 --set exp_avg_sq=int8)",
-    ),
-    Rule(
-        lambda flags: flags.fp8 and (flags.bf16 or flags.fp16),
-        lambda flags: f"--fp8 and {_precisions(flags)[0]} exclude each other: --fp8 computes what is not in "
-        f"FP8 in bf16; drop {_precisions(flags)[0]}",
-    ),
-    Rule(
-        lambda flags: flags.fp4 != "none" and (flags.bf16 or flags.fp16 or flags.fp8),
-        lambda flags: f"--fp4 and {(_precisions(flags) or ['--fp8'])[0]} exclude each other: "
-        "--fp4 computes what is not in FP4 in bf16; leave one out",
-    ),
+# flags of which a recipe takes one at most, with what tells them apart
+EXCLUSIVE_FLAGS = (
+    (("bf16", "fp16", "pure_bf16"), "--bf16 keeps fp32 weights, --pure_bf16 does not"),
+    (("fp4", "fp8", "bf16", "fp16"), "beside products in 4 or 8 bits all else is computed in bf16"),
+    (("opt8bit", "opt4bit"), "or set the moments one by one, --set exp_avg=int4 --set exp_avg_sq=int8"),
 )
+
+
+def refuse_exclusive(flags: dict[str, Any]) -> None:
+    """Raise Refused for two of EXCLUSIVE_FLAGS at once. flags: {flag of recipe(): value}."""
+    for names, what_tells in EXCLUSIVE_FLAGS:
+        given = [f"--{name}" for name in names if flags[name] not in (False, "none")]
+        if len(given) > 1:
+            raise Refused(f"{' and '.join(given)} exclude each other: choose one ({what_tells})")
+
 
 # ---- Recipes -----------------------------------------------------------------------------------------------
 
@@ -99,6 +86,35 @@ def _rounds_nothing(r):
     low_written = r.low_weights and torch.bfloat16 in r.way.loses
     bf16_moments = "bf16" in [r[name] for name in r.moments]
     return not (low_written or bf16_moments or r.coded)
+
+
+def _of_low_weights(r):
+    """Settings of a recipe that say something of bf16 weights: ["site=value"]."""
+    of_low = {"accumulate": "bf16", "buffers": "bf16"}
+    said = [f"{site}={value}" for site, value in of_low.items() if r[site] == value]
+    if r.way is not ALONE:
+        said.append(f"{r.way.site}={r[r.way.site]}")
+    if r.islands != "none":
+        said.append(f"islands={r.islands}")
+    return said
+
+
+def _takers_of_layers(r):
+    """What a recipe does to the linear layers, of which it can do one thing: ["site=value"]."""
+    takes = {
+        "frozen": r.frozen == "nf4",
+        "compute": r.compute in LOW_PRODUCTS,
+        "sparse24": r.sparse24 != "none",
+    }
+    return [f"{site}={r[site]}" for site in takes if takes[site]]
+
+
+def _rounds_into(site):
+    """A Rule: a site that is rounded stochastically is not held in fp32."""
+    return Rule(
+        lambda r: r[f"{site}_update"] == "stochastic" and r[site] == "fp32",
+        f"{site}_update=stochastic with {site}=fp32: nothing is rounded; add --set {site}=bf16 or drop it",
+    )
 
 
 def _something_to_round(r):
@@ -126,22 +142,9 @@ RECIPE_RULES = (
         "dtype; set accumulate=fp32 for an fp32 sum of micro-batches",
     ),
     Rule(
-        lambda r: not r.low_weights and r.accumulate == "bf16",
-        "accumulate=bf16 with fp32 weights: their gradients are fp32 already; use accumulate=fp32, or "
-        "--pure_bf16",
-    ),
-    Rule(
-        lambda r: r.way is not ALONE and not r.low_weights,
-        lambda r: f"{r.way.site}={r[r.way.site]} with fp32 weights: nothing of them is rounded away; "
-        "add --pure_bf16",
-    ),
-    Rule(
-        lambda r: not r.low_weights and r.islands != "none",
-        lambda r: f"islands={r.islands} with fp32 weights: all parameters are fp32 already; add --pure_bf16",
-    ),
-    Rule(
-        lambda r: not r.low_weights and r.buffers == "bf16",
-        "buffers=bf16 with fp32 weights: buffers follow the weights; add --pure_bf16, or drop it",
+        lambda r: not r.low_weights and _of_low_weights(r),
+        lambda r: f"{_of_low_weights(r)[0]} with fp32 weights: it says what becomes of bf16 ones, their "
+        "gradients and buffers; add --pure_bf16, or drop it",
     ),
     Rule(
         lambda r: r.update == "stochastic" and _rounds_nothing(r),
@@ -149,9 +152,8 @@ RECIPE_RULES = (
         f"{_something_to_round(r)}",
     ),
     Rule(
-        lambda r: r.sparse24 != "none" and r.compute in LOW_PRODUCTS,
-        lambda r: f"sparse24={r.sparse24} with compute={r.compute}: the masked products are taken in bf16; "
-        f"drop --{r.compute} or --sparse24",
+        lambda r: len(_takers_of_layers(r)) > 1,
+        lambda r: f"{' with '.join(_takers_of_layers(r))}: each would take the linear layers; drop one",
     ),
     Rule(
         lambda r: r.sparse24 != "none" and r.quantises,
@@ -159,22 +161,12 @@ RECIPE_RULES = (
         "bf16; drop one of the two",
     ),
     Rule(
-        lambda r: r.frozen == "nf4" and (r.compute in LOW_PRODUCTS or r.sparse24 != "none"),
-        "frozen=nf4 with --fp8, --fp4 or --sparse24: each would take the frozen linear layers; drop one",
-    ),
-    Rule(
         lambda r: r.generation_rounding == "gptq" and r.generation not in ("int8", *BLOCKS_OF_GENERATION),
         lambda r: f"generation_rounding=gptq with generation={r.generation}: it rounds a finished net's "
         "weights to int8 or to blocks; add --set generation=int8, or nvfp4_weights",
     ),
-    Rule(
-        lambda r: r.ema_update == "stochastic" and r.ema == "fp32",
-        "ema_update=stochastic with ema=fp32: nothing is rounded; add --set ema=bf16 or drop it",
-    ),
-    Rule(
-        lambda r: r.reduce_update == "stochastic" and r.reduce == "fp32",
-        "reduce_update=stochastic with reduce=fp32: nothing is rounded; add --set reduce=bf16 or drop it",
-    ),
+    _rounds_into("ema"),
+    _rounds_into("reduce"),
 )
 
 # ---- Machines ----------------------------------------------------------------------------------------------

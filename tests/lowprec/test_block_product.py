@@ -250,7 +250,7 @@ def test_bare_parameters_train_in_fp4():
         (dict(bf16=True, fp4_backend="torchao"), "computes in bf16: add --fp4 nvfp4"),
         (dict(fp4="mxfp4", fp4_grads="eden"), "--fp4 nvfp4"),
         (dict(fp4="nvfp4", fp4_grads="eden", fp4_hadamard=8), "--fp4_hadamard 128"),
-        (dict(fp4="nvfp4", sparse24="srste"), "drop --fp4 or --sparse24"),
+        (dict(fp4="nvfp4", sparse24="srste"), "compute=fp4 with sparse24=srste"),
         (dict(fp4="nvfp4", fp8=True), "--fp4 and --fp8 exclude each other"),
         (dict(fp4="nvfp4", bf16=True), "--fp4 and --bf16 exclude each other"),
         (dict(bf16=True, fp4_grads="nearest"), "computes in bf16: add --fp4 nvfp4"),
