@@ -154,13 +154,6 @@ def of_file(spec: str, image_size=None, seq=None) -> Subject:
     """FILE.py:FUNCTION, which returns the net, or (net, loss). The file is run. Raises Refused."""
     file, _, function = spec.rpartition(":")
     build = getattr(run_file(file, [function], "--net FILE.py:FUNCTION"), function)
-    wanted = [
-        name
-        for name, argument in inspect.signature(build).parameters.items()
-        if argument.default is argument.empty and argument.kind in (argument.POSITIONAL_OR_KEYWORD,)
-    ]
-    if wanted:
-        raise Refused(f"--net {spec}: {function} needs {', '.join(wanted)}; give one without arguments")
     with in_one_line(f"--net {spec}: {function}() raised"):
         built = build()
     net, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
