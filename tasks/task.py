@@ -70,7 +70,7 @@ class Task:
 
     flags = ()  # flags.Flag rows beside the general ones; a row of a general flag's name takes its place
     sites = {}  # {name: Site} of tensors that only this task has
-    # {site: (figure above which it is a finding, a severe one)} for `probes`, see doctor.DIAGNOSIS_LIMITS
+    # {site: (figure above which it is a finding, a severe one)} for `probes`, which doctor.Examination judges
     limits = {}
     implied = {}  # {flag: what it stands for where it was not given}; "model" is written into the config
     defaults = {}  # {flag: default} of flags that all tasks have, where this task's is another

@@ -22,7 +22,8 @@ from harness.batches import BatchIndices
 from lowprec import compare, precision, rounding
 from lowprec.kernels import compiled
 from lowprec.rounding import Stream
-from lowprec.watch import verdicts
+from lowprec.watch import fault, verdicts
+from lowprec.watch.faults import runs
 from tasks import diffusion
 
 BRIEF = "--batch_size 8 --warmup 0".split()
@@ -281,8 +282,8 @@ def told_the_other_end(kind):
 
 @pytest.fixture
 def sampler_alone(monkeypatch):
-    """What training writes is not looked at."""
-    monkeypatch.setattr(doctor.Examination, "stepping", lambda exam: None)
+    """What the net computes and training writes is not looked at."""
+    monkeypatch.setattr(doctor, "of_finite_run", fault.Faults())
 
 
 @pytest.mark.usefixtures("sampler_alone")
@@ -455,19 +456,19 @@ def test_what_the_run_has_logged(deep):
     assert named(examined(checkpoint, running, steps=5000)) == {}
     assert named(examined(checkpoint, [{**row, "nonfinite_grads": 3}])) == {"grads": "severe"}
     assert named(examined(checkpoint, ['{"step": 10, "loss": NaN}\n'])) == {"loss": "severe"}
-    log = doctor.Examination.logged  # fp16 is emulated on most CPUs, slowly: its log alone
+    # fp16 is emulated on most CPUs, slowly: its log alone
     examination = doctor.Examination.__new__(doctor.Examination)
     examination.recipe, examination.found, examination.sound = precision.recipe(fp16=True), [], {}
-    examination.limits = doctor.DIAGNOSIS_LIMITS
+    examination.not_finite = {}
     started = {**row, "loss_scale": 1024.0}
     examination.metrics = [
         {**started, "step": s, "skipped_steps": min(s, 20) // 10} for s in range(10, 200, 10)
     ]
-    log(examination)
+    examination.look(runs.of_records)
     assert not examination.found
     overflowing = {**row, "loss_scale": 2.0**-9}
     examination.metrics += [{**overflowing, "step": s, "skipped_steps": s // 2} for s in range(200, 400, 10)]
-    log(examination)
+    examination.look(runs.of_records)
     assert [(f.site, f.severity) for f in examination.found] == [("grads", "moderate")]
     assert "0.00195312" in examination.found[0].text
 

@@ -116,8 +116,10 @@ class Faults:
         for family in self.families.values():
             yield from family
 
-    def findings(self, examined, tensor=""):
-        """[Finding] of what is examined, whose name is `tensor`; "" for a whole run."""
+    def findings(self, examined, tensor="", sound=None):
+        """[Finding] of what is examined, whose name is `tensor`; "" for a whole run. sound: a dict that takes
+        {site: figure} of what is within its limit, or None.
+        """
         found = []
         for family in self.families.values():
             told = set()  # (tensor, site of its own) of which faults before this one have spoken
@@ -128,6 +130,8 @@ class Faults:
                     finding = None if about in told else fault.finding(figure, tensor)
                     if finding is not None:
                         new.setdefault(about, []).append(finding)
+                    elif sound is not None and about not in told:
+                        sound[figure.site or fault.site] = figure.value
                 told |= new.keys()
                 found += itertools.chain(*new.values())
         return found

@@ -16,12 +16,10 @@ class Sums:
     def __init__(self, tensors=1):
         self.sums = torch.zeros(len(self.fields), tensors, dtype=torch.float64)
 
-    def put(self, rows, index=None, lengths=None):
+    def put(self, rows, index, lengths):
         """Add to some fields. rows: {field: [n]}, n entries of any dtype: lengths[0] of tensor index[0], and
-        so on; all of tensor 0 where nothing is said.
+        so on.
         """
-        if lengths is None:
-            index, lengths = [0], [len(next(iter(rows.values())))]
         found = totals(list(rows.values()), lengths)
         self.sums = self.sums.to(found.device)
         for name, of_tensors in zip(rows, found, strict=True):

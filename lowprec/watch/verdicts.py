@@ -32,35 +32,6 @@ FINDING_LIMITS = {
     "accumulate": (0.004, 0.1),
 }
 
-# Beside these, of a run of this repository that doctor.py examines.
-RUN_LIMITS = {
-    # as above, but severe where hardly anything arrives: nearest at lr 3e-4 loses half of it, and in
-    # experiment 001 such weights still draw digits
-    "update": (0.05, 0.9),
-    # share of the initial weights in an average when the run ends. 5 % remains after 3 / (1-decay) steps
-    "arrival": (0.1, 0.3),
-    # relative RMS change of the output against an fp32 copy of the net. bf16 matmuls measure 0.01 and score
-    # as fp32 does
-    "compute": (0.1, 0.5),
-    # the same for the buffers alone. A bf16 rounding of the DiT's positions measures 0.001 and harms nothing
-    "buffers": (0.01, 0.5),
-    # relative change of the mean loss: ten times the rounding of a bf16 number
-    "loss": (0.03, math.inf),
-    # shares of values that FP8 casts make zero or clip. Experiment 019 saw at most 0.005 and, at step 50 of
-    # delayed scaling, 0.0004; what is clipped is what is largest
-    "fp8 zeroed": (0.05, 0.5),
-    "fp8 clipped": (0.001, 0.1),
-    # the same of casts to FP4, which make more of them zero: at most 12 % of an operand of a GPT that NVFP4
-    # cost 0.7 % of its loss (experiment 067), 18 % of a DiT that it cost 4.5 %, and 22 % under MXFP4, which
-    # cost that DiT 11 % (064) and clips 1 %
-    "fp4 zeroed": (0.15, 0.5),
-    "fp4 clipped": (0.05, 0.3),
-    # share of the magnitude of an operand within attention that casts to FP8 make zero
-    "attention": (0.01, 0.2),
-    # share of recent steps that the loss scaler skipped: in good health one in 2000, plus a few at the start
-    "skipped": (0.05, 0.5),
-}
-
 SEVERITIES = ("severe", "moderate", "note")
 # What a lost share of these costs, the most first. An average in bf16 draws noise (experiment 007), weights
 # to nearest end a GPT 51 % above fp32, of which gains are 1 % (035), and v to nearest a DiT 0.3 % (040)

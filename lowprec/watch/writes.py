@@ -32,7 +32,7 @@ class Tally(Sums):
 
     fields = ("entries", "threatened_entries", "wanted", "threatened", "written", "error", "arrived", "miss")
 
-    def add(self, stays, old, target, new, among=True, scale=1.0, index=None, lengths=None):
+    def add(self, stays, old, target, new, among=True, scale=1.0, *, index, lengths):
         """Add one write of [n] entries.
 
         stays: whether rounding the target to nearest may lose the move. old, target, new: fp32 values held
@@ -98,10 +98,6 @@ class Tally(Sums):
     def kept(self):
         """Share of those steps, by size, that was written all the same."""
         return self.written / max(self.threatened, 1e-300)
-
-
-class Squares(Sums):
-    fields = ("square", "steps")  # means of g^2, one a step; steps that were added
 
 
 class Averaging(Sums):
@@ -300,7 +296,6 @@ class Writes:
         self.growth = Tally(count)  # second moments that grow
         self.averages = {name: Tally(count) for name in averages}
         self.averaging = {name: Averaging(count) for name in averages}
-        self.squares = Squares(count)
         # {name of an average: (numbers of its tensors, it and its weights at the last look, the step of that,
         # the fastest rate that it may have had)}
         self.last = {}
@@ -375,8 +370,6 @@ class Writes:
         self.moments.add(may_stay, look.v, look.aim, look.new_v, shrinks, look.v.clamp_min(1e-30), **at)
         grows = look.aim > look.v
         self.growth.add(may_stay, look.v, look.aim, look.new_v, grows, look.aim.clamp_min(1e-30), **at)
-        share = look.spread([1 / n for n in look.lengths])
-        self.squares.put({"square": look.g.square() * share, "steps": share}, **at)
 
     @torch.no_grad()
     def averaged(self, held=None, now=None):
@@ -431,22 +424,3 @@ class Writes:
         target = old + (rate if said is None else said) * gap
         may_stay = rounded_by_tensor(target, dtypes, lengths) == old
         self.averages[name].add(may_stay, old, target, new, far, index=index, lengths=lengths)
-
-    def excess(self):
-        """The second moments over the mean of g^2: 1 when they are right, None where there are none.
-
-        It is the geometric mean of the tensors' ratios, weighted by size: single entries are too noisy.
-        """
-        logs, entries = 0.0, 0
-        for (_, p), squares in zip(self.named_params, self.squares.columns(), strict=True):
-            if not squares.steps:
-                continue
-            v = self.optimizer.moment(p, "exp_avg_sq", self.pick)
-            if v is None:
-                continue
-            beta, t = self.optimizer.decay(p, "exp_avg_sq")
-            v, g = float(v.double().mean()) / (1 - beta**t), squares.square / squares.steps
-            if v > 0 and g > 0:
-                logs += p.numel() * math.log(v / g)
-                entries += p.numel()
-        return math.exp(logs / entries) if entries else None

@@ -8,7 +8,6 @@ import torch
 from lowprec.optimizers.average import EMA
 from lowprec.optimizers.rounded import AdamW
 from lowprec.telemetry import StepReport, sample_entries
-from lowprec.watch.writes import Writes
 
 # ---- Samples -----------------------------------------------------------------------------------------------
 
@@ -125,22 +124,3 @@ def test_the_average_is_counted(dtype, low, high):
     moved = int((differs & (average.shadow["p"] != old)).sum())
     share = report.averaged()["ema_moved"]  # the weight that stands still is not counted
     assert share == pytest.approx(moved / int(differs.sum()), abs=1e-9) and low <= share <= high
-
-
-# ---- Many steps --------------------------------------------------------------------------------------------
-
-
-def test_the_excess_is_v_over_the_mean_square():
-    torch.manual_seed(0)
-    optimizer, (p,) = adamw(torch.randn(5000), lr=1e-4)
-    for _ in range(100):
-        optimizer.step(grads={p: torch.randn(5000)})
-    writes = Writes(optimizer, [("p", p)], {})
-    assert writes.excess() is None
-    optimizer.register_step_pre_hook(writes.before)
-    for _ in range(8):
-        optimizer.step(grads={p: 0.01 * torch.randn(5000)}, grad_scale=0.5)
-        writes.after()
-    # v has seen 100 gradients of 1 and 8 of 0.005; only those 8 are in the mean
-    v = (0.999**8 * (1 - 0.999**100)) / (1 - 0.999**108)
-    assert writes.excess() == pytest.approx(v / 0.005**2, rel=0.1)
