@@ -8,7 +8,6 @@ alone, or weights, optimiser states and averages in any nest of dicts. Two files
 stands still: `Watch` in the training loop can.
 """
 
-import sys
 from pathlib import Path
 
 from ..errors import Refused
@@ -101,17 +100,13 @@ def paired_averages(before, after, weights):
 
 
 def main(argv: list[str]) -> int:
-    """Print the diagnosis of two checkpoints; the exit status."""
+    """Print the diagnosis of two checkpoints; the exit status. Raises Refused."""
     usage = "usage: python -m lowprec compare BEFORE AFTER, two checkpoints"
     if argv and argv[0] in ("-h", "--help"):
         print(f"{usage}\n\n{__doc__}")
         return 0
-    try:
-        if len(argv) != 2:
-            raise Refused(usage)
-        found = compare(*argv)
-    except Refused as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
+    if len(argv) != 2:
+        raise Refused(usage)
+    found = compare(*argv)
     print(found)
     return found.status

@@ -47,6 +47,8 @@ BEGIN_OF_TABLE, END_OF_TABLE = "<!-- findings -->\n", "<!-- end of findings -->\
 
 
 def main(argv):
+    if sys.flags.optimize > 1:
+        sys.exit("python -OO takes docstrings away, which say what is measured: make the table without it")
     if not argv:
         print(table(), end="")
         return

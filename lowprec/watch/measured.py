@@ -258,10 +258,6 @@ class Tensor:
         return self.facts.at_zero >= max(3, 0.25 * self.facts.looks)
 
     @property
-    def rate_never_lived(self):
-        return self.rate_stays_zero and self.facts.at_zero == self.facts.looks
-
-    @property
     def decay_lost(self):
         return decay_lost(self.extra)
 

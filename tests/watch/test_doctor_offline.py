@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lowprec import Precision, recipe
+from lowprec.__main__ import main
 from lowprec.optimizers import rounded
 from lowprec.watch import compare
 
@@ -200,7 +201,7 @@ IMPOSSIBLE = {
 def test_tensors_without_values_are_one_line_and_status_2(tmp_path, capsys, spoil, words):
     early, late = saved(5), saved(30)
     spoil(late)
-    assert compare.main(files(tmp_path, early, late)) == 2
+    assert main(["compare", *files(tmp_path, early, late)]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1, said
     assert words in said.err and "after.pt" in said.err, said
@@ -323,13 +324,13 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for what, (before, after, words) in bad(tmp_path).items():
         for pair in ((before, after), (after, before)):
-            assert compare.main(list(pair)) == 2, what
+            assert main(["compare", *pair]) == 2, what
             said = capsys.readouterr()
             assert said.out == "" and said.err.count("\n") == 1, (what, said)
-            assert said.err.startswith("compare: ") and words in said.err, (what, said)
+            assert said.err.startswith("lowprec: ") and words in said.err, (what, said)
     assert not Path("was-run").exists()
     for words in ([], ["one"], ["a", "b", "c"]):
-        assert compare.main(words) == 2 and "usage" in capsys.readouterr().err
+        assert main(["compare", *words]) == 2 and "usage" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

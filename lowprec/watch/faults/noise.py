@@ -16,11 +16,9 @@ SITES = {"errors": "noise", "moment_errors": "noise of exp_avg_sq"}
 def by_chance(one):
     """[(site, errors of a tensor)] of what is written by chance."""
     found = []
-    for of, error in (("errors", one.error), ("moment_errors", one.moment_error)):
-        of_all = getattr(one.watch, of).to_nearest is not False
-        to_nearest = of_all if error.to_nearest is None else error.to_nearest
-        if one.seen.by_chance and not to_nearest and error.far <= 0.01 * error.entries:
-            found.append((SITES[of], error))
+    for site, error in zip(SITES.values(), (one.error, one.moment_error), strict=True):
+        if one.to_nearest(error) is False and error.far <= 0.01 * error.entries:
+            found.append((site, error))
     return found
 
 

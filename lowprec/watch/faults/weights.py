@@ -28,7 +28,7 @@ def rate_at_zero(one):
 
 def how_long_at_zero(tensors):
     """How long learning rates that stay at 0 have been 0, in words."""
-    later = [one.facts.zero_since for one in tensors if not one.rate_never_lived]
+    later = [one.facts.zero_since for one in tensors if one.facts.at_zero < one.facts.looks]
     return f"has been 0 since step {min(later)}" if later else "was 0 at each look"
 
 
