@@ -127,6 +127,8 @@ RECOMPUTED = (
         True,
     ),
 )
+
+
 def _adapters(base, lost, recomputes):
     """LoRA beside a frozen base held so."""
     flags = {**STOCHASTIC_BF16, "sites": [f"frozen={base}"]}

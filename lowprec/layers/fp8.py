@@ -23,7 +23,7 @@ from ..cast import without_borders
 from ..view import View, copied
 from . import fp8_backends, fp8_product, stacks
 from .coverage import PREFIXES_OF_HOOKS, Coverage
-from .fp8_backends import Options, resolve
+from .fp8_backends import Options
 from .fp8_product import Linear, Scaling, matmul
 from .swap import swapped
 
@@ -34,7 +34,6 @@ __all__ = [
     "Scaling",
     "convert",
     "matmul",
-    "resolve",
 ]
 
 

@@ -96,8 +96,28 @@ class Options:
         return f"{self.format}, {self.recipe} scaling"
 
     def resolve(self, device):
-        """The options with a backend that runs on the device, see `resolve` below."""
-        return resolve(self, device)
+        """The options with a backend that can run them on the device: on GPUs with FP8 tensor cores te, then
+        torchao, then scaled_mm; elsewhere, and with a scale a block, scaled_mm, then emulate. A meta device
+        settles nothing.
+
+        Raises Refused, naming the backends that can, when the one asked for can't.
+        """
+        device = torch.device(device)
+        if device.type == "meta":
+            return self
+        wanted = [self.backend]
+        if self.backend == "auto":
+            wanted = ["scaled_mm", "emulate"]
+            if FP8_E4M3.native(device) and not self.plan:  # torchao's mxfp8 has not been run from here yet
+                wanted = ["te", "torchao", *wanted]
+        for backend in wanted:
+            refusal = backend_refusal(backend, self, device)
+            if refusal is None:
+                return dataclasses.replace(self, backend=backend)
+        known = FP8_CHOICES["backend"][1:]
+        others = [other for other in known if backend_refusal(other, self, device) is None]
+        instead = f"here works --fp8_backend {' or '.join(others)}" if others else "use --bf16"
+        raise Refused(f"--fp8_backend {self.backend}: {refusal}; {instead}")
 
     @property
     def multiple(self):
@@ -167,31 +187,6 @@ def _torchao_refusal(options, device):
     if device.type != "cpu" and not FP8_E4M3.native(device):
         return "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
     return None
-
-
-def resolve(options, device):
-    """The options with a backend that can run them on the device: on GPUs with FP8 tensor cores te, then
-    torchao, then scaled_mm; elsewhere, and with a scale a block, scaled_mm, then emulate. A meta device
-    settles nothing.
-
-    Raises Refused, naming the backends that can, when the one asked for can't.
-    """
-    device = torch.device(device)
-    if device.type == "meta":
-        return options
-    wanted = [options.backend]
-    if options.backend == "auto":
-        wanted = ["scaled_mm", "emulate"]
-        if FP8_E4M3.native(device) and not options.plan:  # torchao's mxfp8 has not been run from here yet
-            wanted = ["te", "torchao", *wanted]
-    for backend in wanted:
-        refusal = backend_refusal(backend, options, device)
-        if refusal is None:
-            return dataclasses.replace(options, backend=backend)
-    known = FP8_CHOICES["backend"][1:]
-    others = [other for other in known if backend_refusal(other, options, device) is None]
-    instead = f"here works --fp8_backend {' or '.join(others)}" if others else "use --bf16"
-    raise Refused(f"--fp8_backend {options.backend}: {refusal}; {instead}")
 
 
 def te_recipe(options):

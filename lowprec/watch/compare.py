@@ -81,7 +81,7 @@ def diagnosis(before, after):
 
 
 def paired_averages(before, after, weights):
-    """[AverageTensor] of the later checkpoint. Raises Refused where the earlier one has others."""
+    """[SavedAverage] of the later checkpoint. Raises Refused where the earlier one has others."""
     by_name = {one.name: one for one in weights}
     weight_names = weight_names_of(after.averages, by_name)
     earlier = dict.fromkeys(after.averages)

@@ -178,11 +178,6 @@ class Watch:
 
     # -- one step
 
-    def _due(self, step):
-        if step % self.every:
-            return False
-        return not self.chooses or self.clock.can_afford_another(self.looks)
-
     @torch.no_grad()
     def _before(self, optimizer, args, kwargs):
         with self.clock:
@@ -290,7 +285,8 @@ class Watch:
             if self.looking:
                 self._stepped()
             # the step after a look too: what became of its weights is seen before that writes
-            self.due = self._due(self.steps + 1)
+            is_turn = (self.steps + 1) % self.every == 0
+            self.due = is_turn and (not self.chooses or self.clock.can_afford_another(self.looks))
             self._hold(self.follow or self.due)
             if self.due:
                 self._listen()

@@ -46,7 +46,7 @@ def test_transformer_engine_absent_is_said_with_what_works(monkeypatch):
     all_work = "here works --fp8_backend torchao or scaled_mm or emulate"
 
     def says(options, device, *words):
-        refused(lambda: fp8.resolve(options, device), *words)
+        refused(lambda: options.resolve(device), *words)
 
     says(Options(backend="te"), "cpu", "--fp8_backend te", "requirements-te.txt", all_work)
     says(Options(backend="te", recipe="rowwise"), "cpu", f"no rowwise scaling; {all_work}")
@@ -57,7 +57,7 @@ def test_transformer_engine_absent_is_said_with_what_works(monkeypatch):
 
 
 def test_a_meta_device_settles_nothing():
-    assert fp8.resolve(Options(), "meta") == Options()
+    assert Options().resolve("meta") == Options()
     with torch.device("meta"):
         model = net()
     covered = convert(model, Options(recipe="delayed"))
@@ -89,12 +89,12 @@ def test_auto_on_hopper(installed, options, chosen, monkeypatch):
 
     monkeypatch.setattr(fp8_backends, "try_import", try_import)
     monkeypatch.setattr("lowprec.formats.fp8_cores", lambda device: True)
-    assert fp8.resolve(Options(**options), "cuda").backend == chosen
+    assert Options(**options).resolve("cuda").backend == chosen
     monkeypatch.setattr("lowprec.formats.fp8_cores", lambda device: False)
-    assert fp8.resolve(Options(**options), "cuda").backend == "emulate"
-    assert fp8.resolve(Options(**options), "cpu").backend == "scaled_mm"
+    assert Options(**options).resolve("cuda").backend == "emulate"
+    assert Options(**options).resolve("cpu").backend == "scaled_mm"
     if "te" in installed:
-        refused(lambda: fp8.resolve(Options(backend="te"), "cuda"), "compute capability 8.9")
+        refused(lambda: Options(backend="te").resolve("cuda"), "compute capability 8.9")
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""Faults of the noise of stochastic rounding, of weights and of second moments; see write_errors.py.
-
-The site is "noise" of the weights, and "noise of exp_avg_sq" of second moments.
-"""
+"""Faults of the noise of stochastic rounding, of weights and of second moments; see write_errors.py."""
 
 import functools
 import math
@@ -10,13 +7,13 @@ from ..fault import Figure, of_run, of_tensor
 
 of_noise = functools.partial(of_tensor, "noise", family="noise")
 DRAW_NEW_BITS = "draw new bits for each step and each entry"
-SITES = {"errors": "noise", "moment_errors": "noise of exp_avg_sq"}
+OF_WEIGHTS, OF_SECOND_MOMENTS = "noise", "noise of exp_avg_sq"  # sites
 
 
 def by_chance(one):
     """[(site, errors of a tensor)] of what is written by chance."""
     found = []
-    for site, error in zip(SITES.values(), (one.error, one.moment_error), strict=True):
+    for site, error in ((OF_WEIGHTS, one.error), (OF_SECOND_MOMENTS, one.moment_error)):
         if one.to_nearest(error) is False and error.far <= 0.01 * error.entries:
             found.append((site, error))
     return found
@@ -57,8 +54,8 @@ def noise_of_neighbours(one):
         "noise by place or name of a tensor", above=0.0)
 def noise_shared(seen):
     """Correlation of the errors of two tensors, where it is certain."""
-    for of, site in SITES.items():
-        errors = getattr(seen.watch, of)
+    watch = seen.watch
+    for site, errors in ((OF_WEIGHTS, watch.errors), (OF_SECOND_MOMENTS, watch.moment_errors)):
         if seen.by_chance and errors.to_nearest is False:
             for (a, b), value in errors.shares().items():
                 yield Figure(value, seen.names[b], site, other=seen.names[a])
