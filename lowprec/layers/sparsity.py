@@ -264,23 +264,15 @@ class Sparse24(Method):
         """{"sparse24": {"masks": {name: bool tensor like the weight}}}, {} of them under srste."""
         return {"sparse24": {"masks": dict(self.masks)}}
 
-    def check_state(self, state):
-        saved = self._saved_masks(state)
-        if saved and _shapes(saved) != _shapes(self.masks):
-            raise Refused("the 2:4 masks belong to another net")
-
     def load_state_dict(self, state):
         """Take the masks of a saved run; of a dense run's state the weights, loaded already, are pruned."""
         if self.mode == "srste":
             return
-        saved = self._saved_masks(state)
+        saved = state.get("sparse24", {}).get("masks", {})
         for name, mask in saved.items():
             self.masks[name].copy_(mask)
         if not saved:
             self._prune()
-
-    def _saved_masks(self, state):
-        return {} if self.mode == "srste" else state.get("sparse24", {}).get("masks", {})
 
     def count_flops(self, model, args, kwargs=None):
         """Let the report name shares of the forward FLOPs; args, kwargs: of the model. Counted once."""
@@ -361,10 +353,6 @@ class Sparse24(Method):
         if sparse_backend(device) is None:
             return "too: this torch has no cuSPARSELt, and CUTLASS's kernels stop at compute capability 8.x"
         return f"sparse ones by {sparse_backend(device)}"
-
-
-def _shapes(masks):
-    return {name: mask.shape for name, mask in masks.items()}
 
 
 def lines_of_groups(groups):
