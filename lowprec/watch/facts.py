@@ -141,12 +141,12 @@ class Steps(Sums):
         }
         self.put(rows, look.index, look.lengths)
 
-    def follow_moments(self, look, answers):
+    def follow_moments(self, look):
         """Count whether something else has changed the moments since the step of a look wrote them."""
-        for name, then in (("m", look.new_m), ("v", look.new_v)):
+        for name, moment, then in (("m", "exp_avg", look.new_m), ("v", "exp_avg_sq", look.new_v)):
             if then is None:
                 continue
-            now = first_moments(look, answers) if name == "m" else look.read_v()[0]
+            now, _ = look.read(moment)
             kept = now.isfinite() & then.isfinite()
             changed = kept & (now != then)
             is_kept = torch.stack([part.any() for part in kept.split(look.lengths)])
@@ -238,16 +238,7 @@ def orthogonalised_momentum(look, answers):
 
 def first_moments(look, answers):
     """exp_avg of all tensors, fp32 [n], NaN where there is none; None for optimisers of this library."""
-    if not hasattr(answers, "inner"):
-        return None
-    found = []
-    for p, n in zip(look.params, look.lengths, strict=True):
-        moment = answers.moment(p, "exp_avg", look.pick)
-        if moment is None:
-            found.append(look.g.new_full((n,), torch.nan))
-        else:
-            found.append(moment.float())
-    return torch.cat(found)
+    return look.read("exp_avg")[0] if hasattr(answers, "inner") else None
 
 
 class Facts:

@@ -400,7 +400,7 @@ class Watch:
         if look is not None:
             now = torch.cat([self.answers.held(p, self.pick) for p in look.params])
             self.extra.follow(look, now)
-            self.extra.follow_moments(look, self.answers)
+            self.extra.follow_moments(look)
             self._compare_copies(look)
         self.averages.compare(self.steps, held=now)
         self.teachers.compare(self.steps)

@@ -225,7 +225,7 @@ class Look:
             self._aim(gradients)
 
     def _aim(self, gradients):
-        self.v, self.v_dtypes = self.read_v()  # a dtype of None: there is no such moment
+        self.v, self.v_dtypes = self.read("exp_avg_sq")  # a dtype of None: there is no such moment
         betas = [math.nan] * len(self.params)
         for k, p in enumerate(self.params):
             if self.v_dtypes[k] is not None:
@@ -257,9 +257,9 @@ class Look:
             found.append(torch.full_like(g, math.nan) if update is None else update)
         return found
 
-    def read_v(self):
-        """(second moments of all tensors, fp32 [n], NaN where there is none; [their dtypes])."""
-        found = [self.optimizer.moment(p, "exp_avg_sq", self.pick) for p in self.params]
+    def read(self, name):
+        """(a moment of all tensors, fp32 [n], NaN where there is none; [its dtypes])."""
+        found = [self.optimizer.moment(p, name, self.pick) for p in self.params]
         missing = torch.full((max(self.lengths),), math.nan, device=self.g.device)
         parts = zip(found, self.lengths, strict=True)
         flat = torch.cat([missing[:n] if v is None else v.float() for v, n in parts])
@@ -269,7 +269,7 @@ class Look:
         """Look again, once the step is done."""
         self.new = self._held()
         if self.v is not None:
-            self.new_v, _ = self.read_v()
+            self.new_v, _ = self.read("exp_avg_sq")
 
     def spread(self, values, dtype=torch.float32):
         """One value a tensor -> one an entry, [n]; 0-dim where all are the same."""
