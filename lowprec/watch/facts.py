@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from .states import beta_power
-from .sums import Sums
+from .sums import Sums, totals
 
 SMALLEST_SQUARE = 1e-37  # fp32 holds no squares below it
 LARGEST_EPS_AGAINST_0 = 1e-6  # of an optimiser: a larger one is more than a guard against dividing by 0
@@ -148,10 +148,9 @@ class Steps(Sums):
                 continue
             now, _ = look.read(moment)
             kept = now.isfinite() & then.isfinite()
-            changed = kept & (now != then)
-            is_kept = torch.stack([part.any() for part in kept.split(look.lengths)])
-            shares = torch.stack([part.float().mean() for part in changed.split(look.lengths)])
-            self.row(f"{name}_kept")[look.index] += is_kept.double().to(self.sums.device)
+            kept, changed = totals([kept, kept & (now != then)], look.lengths)
+            shares = changed / changed.new_tensor(look.lengths)
+            self.row(f"{name}_kept")[look.index] += (kept > 0).double().to(self.sums.device)
             self.row(f"{name}_rewritten")[look.index] += (shares > 0.05).double().to(self.sums.device)
 
     @property

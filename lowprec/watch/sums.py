@@ -18,12 +18,13 @@ class Sums:
 
     def put(self, rows, index, lengths):
         """Add to some fields. rows: {field: [n]}, n entries of any dtype: lengths[0] of tensor index[0], and
-        so on.
+        so on. Returns {field: what was added, float64 [tensors]}.
         """
         found = totals(list(rows.values()), lengths)
         self.sums = self.sums.to(found.device)
         for name, of_tensors in zip(rows, found, strict=True):
             self.row(name)[index] += of_tensors
+        return dict(zip(rows, found, strict=True))
 
     def row(self, field):
         """The sums of one field, float64 [tensors]; to be changed in place."""

@@ -93,11 +93,17 @@ class Errors(Sums):
             **self._again(index, score, variance),
             **_products_of_neighbours(score, variance, lengths),
         }
-        self.put(rows, index, lengths)
-        self._add_burst(index, lengths, score, variance)
+        sums = self.put(rows, index, lengths)
+        enough = sums["variance"] > 1
+        self.row("looks")[index] += enough.double()
+        self.row("burst")[index] += sums["score"].square() / sums["variance"].clamp_min(1) * enough
         self.turn = not self.turn
         if self.turn:  # every other time, which halves what it costs
-            alone = _less_means(score, rounds, lengths)
+            # less their tensor's mean: tensors that all err to one side don't share noise by that
+            means = (sums["score"] / sums["entries"].clamp_min(1)).to(score.dtype)
+            of_lengths = torch.tensor(lengths, device=means.device)
+            means = means.repeat_interleave(of_lengths, output_size=len(score))
+            alone = (score - means).where(rounds, 0.0)
             self._compare(index, alone.split(lengths), variance.split(lengths))
         self.past = [*self.past[-1:], (index, score, variance)]
 
@@ -112,13 +118,6 @@ class Errors(Sums):
                 product_variance = product_variance + both
                 product_size = product_size + both.sqrt()
         return {"again": product, "again_variance": product_variance, "again_size": product_size}
-
-    def _add_burst(self, index, lengths, score, variance):
-        """Whether the entries of a tensor err together at this look."""
-        score, variance = totals([score, variance], lengths)
-        enough = variance > 1
-        self.row("looks")[index] += enough.double()
-        self.row("burst")[index] += score.square() / variance.clamp_min(1) * enough
 
     def _compare(self, index, scores, variances):
         """Products of the errors of tensors that are alike in size, and so are sampled at the same places."""
@@ -182,14 +181,6 @@ class Errors(Sums):
                 if value:
                     found[pair] = value
         return found
-
-
-def _less_means(score, rounds, lengths):
-    """Errors less their tensor's mean: tensors that all err to one side don't share noise by that. [n]"""
-    sums, counts = totals([score, rounds], lengths)
-    means = (sums / counts.clamp_min(1)).to(score.dtype)
-    each_mean = means.repeat_interleave(torch.tensor(lengths, device=means.device), output_size=len(score))
-    return (score - each_mean).where(rounds, 0.0)
 
 
 def _joined_parts(parts, chosen):

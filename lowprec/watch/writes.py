@@ -158,10 +158,9 @@ class Averaging(Sums):
             "seen": differs,
             "bf16": differs & (new.bfloat16().float() == new) & (held.bfloat16().float() != held),
         }
-        self.put(rows, index, lengths)
-        gap, move, along = totals([gap.square(), move.square(), along], lengths)
-        size = (gap * move).sqrt()
-        self.row("cosine")[index] += (along / size.clamp_min(1e-300)).where(size > 0, 0.0).double()
+        sums = self.put(rows, index, lengths)
+        size = (sums["gap_square"] * sums["move_square"]).sqrt()
+        self.row("cosine")[index] += (sums["along"] / size.clamp_min(1e-300)).where(size > 0, 0.0)
         self.row("directed")[index] += (size > 0).double()
 
     def compare(self, now, then, ways, index, lengths):
