@@ -37,54 +37,6 @@ class Listed:
 KINDS = {"dict": lambda shadow: shadow, "object": Holder, "list": Listed}
 
 
-def nan_once(average, p, step):
-    average.lerp_(p, RATE)
-    if step == 9:
-        average[..., 0] = torch.nan
-
-
-def infinite(average, p, step):
-    average.lerp_(p, RATE)
-    if step == 9:
-        average.mul_(torch.inf)
-
-
-def too_large(average, p, step):
-    average.copy_(1e4 * p)
-
-
-def minus(average, p, step):
-    average.copy_(-p)
-
-
-def towards_minus(average, p, step):
-    average.lerp_(-p, RATE)
-
-
-def flipped(average, p, step):
-    average.add_((average - p) * RATE)
-
-
-def overshooting(average, p, step):
-    average.lerp_(p, 1.5)
-
-
-def copied(average, p, step):
-    average.copy_(p)
-
-
-BROKEN = {
-    "nan": (nan_once, "entries of its sample are not finite"),
-    "infinite": (infinite, "entries of its sample are not finite"),
-    "ten thousand times too large": (too_large, "times as large as its weight"),
-    "minus the weights": (minus, "the other sign"),
-    "towards minus the weights": (towards_minus, "away from its weight"),
-    "a sign flip": (flipped, "severe", "away from its weight", "the sign"),
-    "a rate of 1.5": (overshooting, "1.5 of the way"),
-    "a copy": (copied, "averages nothing"),
-}
-
-
 def once(change, at=20):
     """An average that something else writes once, between two looks."""
 
@@ -96,45 +48,39 @@ def once(change, at=20):
     return update
 
 
-def through_bf16(average, p, step):
-    average.copy_(average.lerp(p, RATE).bfloat16())
-
-
-def emptied(average, p, step):
-    average.zero_()
-
-
+NOT_FINITE = "entries of its sample are not finite"
 JUMP = "times as far as its weight was away"
-BROKEN |= {
+# the update of a tensor -> words of its finding
+BROKEN = {
+    "nan": (once(lambda average: average[..., 0].fill_(torch.nan), at=9), NOT_FINITE),
+    "infinite": (once(lambda average: average.mul_(torch.inf), at=9), NOT_FINITE),
+    "much too large": (lambda average, p, step: average.copy_(1e4 * p), "times as large as its weight"),
+    "minus the weights": (lambda average, p, step: average.copy_(-p), "the other sign"),
+    "towards minus the weights": (lambda average, p, step: average.lerp_(-p, RATE), "away from its weight"),
+    "a sign flip": (
+        lambda average, p, step: average.add_((average - p) * RATE),
+        *("severe", "away from its weight", "the sign"),
+    ),
+    "a rate of 1.5": (lambda average, p, step: average.lerp_(p, 1.5), "1.5 of the way"),
+    "a copy": (lambda average, p, step: average.copy_(p), "averages nothing"),
     "negated once": (once(lambda average: average.neg_()), JUMP),
     "emptied once": (once(lambda average: average.zero_()), JUMP),
     "doubled once": (once(lambda average: average.mul_(2.0)), JUMP),
-    "through bf16": (through_bf16, "all its values are bf16 numbers"),
-    "always 0": (emptied, "has not moved between two looks"),
-}
-
-
-def twice(average, p, step):
-    average.lerp_(p, RATE).lerp_(p, RATE)
-
-
-def of_another_net(average, p, step):
-    average.lerp_(torch.linspace(-0.2, 0.2, p.numel()).view_as(p), RATE)
-
-
-def in_another_order(average, p, step):
-    average.lerp_(p.flip(0), RATE)
-
-
-def fading(average, p, step):
-    average.mul_(1 - RATE)
-
-
-BROKEN |= {
-    "moved twice a step": (twice, "of the way a step, and its decay 0.95 says 0.05"),
-    "of another net": (of_another_net, "severe", "this net"),
-    "of this one in another order": (in_another_order, "severe", "this net"),
-    "fading": (fading, "severe", "this net"),
+    "through bf16": (
+        lambda average, p, step: average.copy_(average.lerp(p, RATE).bfloat16()),
+        "all its values are bf16 numbers",
+    ),
+    "always 0": (lambda average, p, step: average.zero_(), "has not moved between two looks"),
+    "moved twice a step": (
+        lambda average, p, step: average.lerp_(p, RATE).lerp_(p, RATE),
+        "of the way a step, and its decay 0.95 says 0.05",
+    ),
+    "of another net": (
+        lambda average, p, step: average.lerp_(torch.linspace(-0.2, 0.2, p.numel()).view_as(p), RATE),
+        *("severe", "this net"),
+    ),
+    "of another order": (lambda average, p, step: average.lerp_(p.flip(0), RATE), "severe", "this net"),
+    "fading": (lambda average, p, step: average.mul_(1 - RATE), "severe", "this net"),
 }
 
 

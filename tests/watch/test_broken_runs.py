@@ -73,43 +73,26 @@ def clipped_by_an_fp16_norm(loop):
         p.grad.mul_(torch.clamp(1.0 / norm, max=1.0))
 
 
-def cleared(loop):
-    """Before the step, and to None as by default."""
-    loop.optimizer.zero_grad()
+def of_first(loop):
+    return loop.named[FIRST].grad
 
 
-def sometimes_zero(loop):
-    if loop.step % 2:
-        loop.scale(0.0)
-
-
-def flipped_rows(loop):
-    loop.named[FIRST].grad[:32].neg_()
-
-
-def zeroed_rows(loop):
-    loop.named[FIRST].grad[:32].zero_()
-
-
-def zeroed_third(loop):
-    """An aligned part, which else looks as if it were detached."""
-    loop.named[FIRST].grad[:, :4].zero_()
-
-
+ZEROED, SHARE = "set to 0 between backward and the step", "of the entries of its gradient"
 GRADIENTS = {
     "times -0.5": (lambda loop: loop.scale(-0.5), "", "multiplied by -0.5", "severe"),
     "times -1": (lambda loop: loop.scale(-1.0), "", "multiplied by -1 ", "severe"),
-    "times 0": (lambda loop: loop.scale(0.0), "", "set to 0 between backward and the step", "severe"),
-    "cleared": (cleared, "", "set to 0 between backward and the step", "severe"),
+    "times 0": (lambda loop: loop.scale(0.0), "", ZEROED, "severe"),
+    "cleared": (lambda loop: loop.optimizer.zero_grad(), "", ZEROED, "severe"),
     "an infinite norm": (clipped_by_an_fp16_norm, "", "an infinite one, as of fp16", "severe"),
     "a norm of NaN": (lambda loop: loop.scale(torch.nan), "", "finite after backward, and not", "severe"),
     "times infinity": (lambda loop: loop.scale(torch.inf), "", "finite after backward, and not", "severe"),
-    "zero at times": (sometimes_zero, "", "set to 0 between backward and the step", None),
+    "zero at times": (lambda loop: loop.scale(1.0 - loop.step % 2), "", ZEROED, None),
     "one tensor negated": (lambda loop: loop.scale(-1.0, FIRST), FIRST, "its gradient is multi", "severe"),
     "one tensor zeroed": (lambda loop: loop.scale(0.0, FIRST), FIRST, "its gradient is set to 0", "severe"),
-    "half of a tensor negated": (flipped_rows, FIRST, "50% of the entries of its gradient change", "severe"),
-    "half of a tensor zeroed": (zeroed_rows, FIRST, "50% of the entries of its gradient are set", "moderate"),
-    "columns zeroed": (zeroed_third, FIRST, "25% of the entries of its gradient are set", "moderate"),
+    "half negated": (lambda loop: of_first(loop)[:32].neg_(), FIRST, f"50% {SHARE} change", "severe"),
+    "half zeroed": (lambda loop: of_first(loop)[:32].zero_(), FIRST, f"50% {SHARE} are set", "moderate"),
+    # an aligned part, which else looks as if it were detached
+    "columns zeroed": (lambda loop: of_first(loop)[:, :4].zero_(), FIRST, f"25% {SHARE} are set", "moderate"),
 }  # fmt: skip
 
 
@@ -161,20 +144,10 @@ def huge(loop):
         loop.named[FIRST].data.fill_(torch.inf)
 
 
-def test_weights_that_are_not_finite_are_named_where_no_look_saw_it():
-    watch = Loop(stepped=huge).watch
-    says(watch, "weights", FIRST, "weights of its sample were not finite before a step", "severe")
-
-
 class DividesBy0(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
         self.param_groups[0]["params"][0].data.div_(0.0)
-
-
-def test_a_step_that_makes_weights_not_finite_is_named():
-    watch = Loop(make=lambda params: DividesBy0(params, lr=1e-3)).watch
-    says(watch, "update", FIRST, "1,024 weights became not finite in a step whose gradients are finite")
 
 
 def test_a_second_moment_beyond_fp16_is_named():
@@ -192,10 +165,6 @@ def rate_below_zero(loop):
     loop.optimizer.param_groups[0]["lr"] = 1e-3 * (1 - loop.step / 6)
 
 
-def once_more(loop):
-    loop.optimizer.step()
-
-
 def through_bf16(loop):
     for p in loop.named.values():
         p.copy_(p.bfloat16())
@@ -208,26 +177,53 @@ def swapped(loop):
             state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
 
 
-def forgetful(loop):
-    loop.optimizer.state.clear()
+def shrunk(loop):
+    for p in loop.named.values():
+        p.mul_(0.99)
 
 
-STEPS = {  # what happens after backward, what after the step, and the worst finding
-    "a rate below 0": (rate_below_zero, None, ("update", "", "learning rate was below 0", "severe")),
-    "a step twice": (once_more, None, ("grads", "", "read the gradients of the step before once more")),
-    "weights through bf16": (
-        None,
-        through_bf16,
-        ("update", FIRST, "its values are bf16 numbers after", "severe"),
+def half_restored(loop):
+    kept = loop.__dict__.setdefault("kept", {})
+    for name, p in loop.named.items():
+        if name in kept:
+            p.lerp_(kept[name], 0.5)
+        kept[name] = p.clone()
+
+
+BETAS = (0.999, 0.9)
+AFTER = "something else moves it after the step"
+STEPS = {  # of a Loop, and the worst finding
+    "a rate below 0": (dict(graded=rate_below_zero), "update", "", "learning rate was below 0", "severe"),
+    "a step twice": (
+        dict(graded=lambda loop: loop.optimizer.step()),
+        *("grads", "", "read the gradients of the step before once more"),
     ),
-    "moments swapped": (None, swapped, ("exp_avg_sq", FIRST, "are below 0, which no mean of", "severe")),
-    "states emptied": (None, forgetful, ("step", "", "states were empty at 100% of the looks", "severe")),
+    "through bf16": (dict(stepped=through_bf16), "update", FIRST, "its values are bf16 numbers", "severe"),
+    "swapped moments": (dict(stepped=swapped), "exp_avg_sq", FIRST, "below 0, which no mean of", "severe"),
+    "no states": (
+        dict(stepped=lambda loop: loop.optimizer.state.clear()),
+        *("step", "", "states were empty at 100% of the looks", "severe"),
+    ),
+    "changed weights": (dict(stepped=shrunk), "update", FIRST, AFTER, "moderate"),
+    "half restored weights": (dict(stepped=half_restored), "update", FIRST, AFTER, "moderate"),
+    "infinite weights, where no look saw it": (
+        dict(stepped=huge),
+        *("weights", FIRST, "weights of its sample were not finite before a step", "severe"),
+    ),
+    "a step that divides by 0": (
+        dict(make=lambda params: DividesBy0(params, lr=1e-3)),
+        *("update", FIRST, "1,024 weights became not finite in a step whose gradients are finite"),
+    ),
+    "swapped betas": (
+        dict(make=lambda params: torch.optim.AdamW(params, lr=1e-3, betas=BETAS)),
+        *("optimizer", "", "betas are 0.999 and 0.9"),
+    ),
 }
 
 
-@pytest.mark.parametrize("graded, stepped, worst", STEPS.values(), ids=STEPS)
-def test_a_step_that_is_none_is_named(graded, stepped, worst):
-    says(Loop(graded, stepped).watch, *worst)
+@pytest.mark.parametrize("loop, worst", [(loop, worst) for loop, *worst in STEPS.values()], ids=STEPS)
+def test_a_step_that_is_none_is_named(loop, worst):
+    says(Loop(**loop).watch, *worst)
 
 
 @pytest.mark.parametrize("watched_before", [True, False])

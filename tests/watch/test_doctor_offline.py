@@ -138,31 +138,6 @@ def test_a_file_that_says_that_it_is_rounded_by_noise(tmp_path, capsys, optimize
     assert {"exp_avg_sq", "gains"} <= named(capsys, files(tmp_path, *to_nearest)).keys()
 
 
-def test_a_state_cast_between_the_two(tmp_path, capsys):
-    early, late = whole(*trained(5)), whole(*trained(30))
-    late["optimizer"]["state"][0]["exp_avg_sq"] = late["optimizer"]["state"][0]["exp_avg_sq"].to(BF16)
-    paths = files(tmp_path, early, late)
-    assert named(capsys, paths)["exp_avg_sq"] == ["optimizer.0"] * 2  # narrow, and not so before
-    found = compare.compare(*paths).findings
-    assert found[0].text == "it was fp32 before"
-
-
-def test_an_average_that_stands_at_its_start(tmp_path, capsys):
-    early, late = whole(*trained(5)), whole(*trained(30))
-    late["ema"] = early["ema"]
-    assert set(named(capsys, files(tmp_path, early, late))) == {"ema"}
-    late["ema"] = early["model"]
-    assert set(named(capsys, files(tmp_path, early, late))) == {"ema"}
-    late["ema"] = late["model"]
-    assert set(named(capsys, files(tmp_path, early, late))) == {"ema"}
-
-
-def test_a_counter_that_did_not_count(tmp_path, capsys):
-    early, late = whole(*trained(5)), whole(*trained(30))
-    late["optimizer"]["state"][3]["step"] = early["optimizer"]["state"][3]["step"]
-    assert named(capsys, files(tmp_path, early, late)) == {"step": ["optimizer.3"]}
-
-
 # ---- Optimiser states --------------------------------------------------------------------------------------
 
 
@@ -171,8 +146,8 @@ def states(checkpoint):
 
 
 def without(*names):
-    def change(checkpoint):
-        for state in states(checkpoint).values():
+    def change(early, late):
+        for state in states(late).values():
             for name in names:
                 del state[name]
 
@@ -184,7 +159,7 @@ def of_one(name, value):
 
 
 def lost(*numbers):
-    return lambda checkpoint: [states(checkpoint).pop(i) for i in numbers]
+    return lambda early, late: [states(late).pop(i) for i in numbers]
 
 
 # what spoils the later of two whole checkpoints -> words of the line
@@ -207,20 +182,43 @@ def test_tensors_without_values_are_one_line_and_status_2(tmp_path, capsys, spoi
     assert words in said.err and "after.pt" in said.err, said
 
 
-# what is lost of the states of 5 parameters -> what is said
-LOST = {
-    "three of five": (lost(0, 1, 3), "3 of 5 parameters have no state, although they had one before"),
-    "all": (lost(0, 1, 2, 3, 4), "5 of 5 parameters have no state, although they had one before"),
-    "what they held": (without("step", "exp_avg", "exp_avg_sq"), "5 of 5 parameters have no state"),
+def zeroed(*names):
+    return lambda early, late: [state[name].zero_() for state in states(late).values() for name in names]
+
+
+def cast(early, late):
+    states(late)[0]["exp_avg_sq"] = states(late)[0]["exp_avg_sq"].to(BF16)
+
+
+EACH = [f"optimizer.{i}" for i in range(5)]
+LOST = "have no state, although they had one before"
+# what spoils the later of two whole checkpoints: (early, late) -> what is named, words of the first finding
+SPOILT = {
+    "an average at its start": (lambda early, late: late.update(ema=early["ema"]), "ema", None, ""),
+    "an average of the start": (lambda early, late: late.update(ema=early["model"]), "ema", None, ""),
+    "an average that is none": (lambda early, late: late.update(ema=late["model"]), "ema", None, ""),
+    "a counter that stood": (
+        lambda early, late: states(late)[3].update(step=states(early)[3]["step"]),
+        *("step", ["optimizer.3"], ""),
+    ),
+    "three states of five": (lost(0, 1, 3), "state", [""], f"3 of 5 parameters {LOST}"),
+    "all states": (lost(0, 1, 2, 3, 4), "state", [""], f"5 of 5 parameters {LOST}"),
+    "what states held": (without("step", "exp_avg", "exp_avg_sq"), "state", [""], "5 of 5 parameters have"),
+    "second moments": (zeroed("exp_avg_sq"), "exp_avg_sq", EACH, ""),
+    # of all tensors even without exp_avg, which would tell of one alone
+    "both moments": (zeroed("exp_avg_sq", "exp_avg"), "exp_avg_sq", None, ""),
+    # narrow, and not so before
+    "a state that was cast": (cast, "exp_avg_sq", 2 * ["optimizer.0"], "it was fp32 before"),
 }
 
 
-@pytest.mark.parametrize("spoil, words", LOST.values(), ids=LOST)
-def test_states_that_were_lost_are_a_finding(tmp_path, capsys, spoil, words):
+@pytest.mark.parametrize("spoil, site, tensors, words", SPOILT.values(), ids=SPOILT)
+def test_what_spoils_a_checkpoint_is_named_and_nothing_else(tmp_path, capsys, spoil, site, tensors, words):
     early, late = saved(5), saved(30)
-    spoil(late)
+    spoil(early, late)
     paths = files(tmp_path, early, late)
-    assert named(capsys, paths) == {"state": [""]}
+    found = named(capsys, paths)
+    assert found.keys() == {site} and tensors in (None, found[site])
     assert words in compare.compare(*paths).findings[0].text
 
 
@@ -235,16 +233,6 @@ def test_a_strange_step_counter_ends_in_no_traceback(tmp_path, capsys, step):
     early, late = saved(5), saved(30)
     of_one("step", step)(late)
     assert named(capsys, files(tmp_path, early, late), 0) == {}
-
-
-def test_a_second_moment_that_was_reset_is_a_finding(tmp_path, capsys):
-    early, late = saved(5), saved(30)
-    for state in states(late).values():
-        state["exp_avg_sq"].zero_()
-    assert named(capsys, files(tmp_path, early, late)) == {"exp_avg_sq": [f"optimizer.{i}" for i in range(5)]}
-    for state in states(late).values():  # of all tensors even without exp_avg, which would tell of one alone
-        state["exp_avg"].zero_()
-    assert set(named(capsys, files(tmp_path, early, late))) == {"exp_avg_sq"}
 
 
 def test_a_tensor_whose_gradients_were_all_zero_is_no_reset(tmp_path, capsys):
