@@ -81,6 +81,17 @@ def quick(*flags, name="run", steps=4):
     return command(*quick_words(flags), "--name", name, "--steps", steps, *flags)
 
 
+def trained_once(tmp_path_factory, runs):
+    """A folder with these runs, {name: flags}, which the tests of a file share."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "_compiled", common.uncompiled)
+        shorten(patch.setattr)
+        for name, flags in runs.items():
+            assert command(*flags, "--runs", folder, "--name", name) == 0
+    return folder
+
+
 KEPT = tempfile.TemporaryDirectory()
 
 

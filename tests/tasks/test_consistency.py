@@ -21,7 +21,6 @@ from generating import batch, make, velocity_to
 import strategies
 import train
 from lowprec.precision import Precision, recipe
-from lowprec.rounding import stochastic_round
 from tasks.consistency import HUBER_C, Consistency, fresh_noise
 from tasks.generation import TIMESTEPS
 from tasks.task import Rng
@@ -183,18 +182,6 @@ def test_a_bf16_target_stands_still_and_stochastic_rounding_moves_it(digits):
     assert 0.005 < exact < 0.05
     assert abs(moved["target=bf16"]) < 0.1 * exact
     assert 0.5 * exact < moved["target_update=stochastic"] < 2 * exact
-
-
-def test_stochastic_writes_of_the_target_are_those_of_rounding(digits):
-    task = make(Consistency, digits, target_decay=0.5)
-    run = running(task, ["target=bf16", "target_update=stochastic"])
-    (average,) = (run.averages[spec] for spec in task.averages().values())
-    before = {name: value.float().clone() for name, value in average.shadow.items()}
-    list(steps(task, run, digits, 1))
-    for name, value in run.weights("raw").items():
-        exact = before[name] + (value - before[name]) * 0.5
-        below, above = (stochastic_round(exact, b) for b in (torch.tensor(0), torch.tensor(0xFFFF)))
-        assert ((average.shadow[name] == below) | (average.shadow[name] == above)).all()
 
 
 def test_the_loss_asks_the_target_and_teaches_the_student_alone(digits):

@@ -38,13 +38,8 @@ teachers = generating.teachers
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Hardly trained runs that others start from: runs/teacher, an rflow, and runs/vae."""
-    folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
-        cli.shorten(patch.setattr)
-        for name, flags in {"teacher": QUICK, "vae": ["--task", "vae", *LOOP]}.items():
-            assert command(*flags, "--runs", folder, "--name", name, "--steps", 1) == 0
-    return folder
+    runs = {"teacher": QUICK, "vae": ["--task", "vae", *LOOP]}
+    return cli.trained_once(tmp_path_factory, {name: [*flags, "--steps", 1] for name, flags in runs.items()})
 
 
 def run(flags, *more, name="run", steps=4):
@@ -70,6 +65,8 @@ RUNS = {
     "vae": (f"--task vae --adversarial 0.1 {LOW} --set vae_encode=fp16", "vae_encode"),
     "rflow in latents": (f"--vae runs/vae {LOW} --set vae_decode=bf16", "vae_decode"),
     "rflow with a perceptual term": (f"--perceptual 0.1 {LOW} --set perceptual=bf16", ""),
+    "rflow of another run": (f"--finetune runs/teacher {LOW} --set ema=bf16", "--set ema=fp32"),
+    "rflow from masks": ("--data synthetic --image_size 16 --condition masks --model dit", ""),
     "reflow": (f"{REFLOW} {LOW} --set ema=bf16", "--set ema=fp32"),
     "distill": (f"{DISTILL} {LOW} --set ema=bf16", "--set ema=fp32"),
     "consistency": (

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import cli
-import common
 import generating
 import pytest
 import torch
@@ -28,9 +27,6 @@ from safetensors.torch import load as load_pairs
 from safetensors.torch import load_file
 from safetensors.torch import save as save_pairs
 
-import strategies
-import tasks.metrics
-import train
 from tasks import reflow
 from tasks.generation import TIMESTEPS
 from tasks.reflow import PAIRS_FILE, Reflow
@@ -48,22 +44,11 @@ REFLOW = ["--task", "reflow", "--teacher", TEACHER, "--pairs", 50, "--teacher_st
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A rectified flow with curved paths, and a teacher of another recipe that is hardly trained."""
-    folder = tmp_path_factory.mktemp("trained")
-
-    def steps(n):
-        return [*QUICK, "--runs", folder, "--steps", n]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
-        cli.shorten(patch.setattr)
-        fit = tasks.metrics.fit_feature_net  # of 16x16 digits: a minute for a score that no test reads
-        patch.setattr("tasks.metrics.fit_feature_net", lambda *args: fit(*args[:4], 2))
-        curved = "--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.95"
-        assert command(*steps(40), *curved.split()) == 0
-        dit = "--name dit --model dit --size tiny/4 --velocity noise-clean --image_size 16 --pure_bf16 "
-        dit += "--optimizer torchastic --ema_decay 0.5 --lr 3e-2 --guidance 3"
-        assert command(*steps(2), *dit.split()) == 0
-    return folder
+    curved = "--steps 40 --batch_size 16 --lr 3e-3 --ema_decay 0.95"
+    dit = "--steps 2 --model dit --size tiny/4 --velocity noise-clean --image_size 16 --pure_bf16 "
+    dit += "--optimizer torchastic --ema_decay 0.5 --lr 3e-2 --guidance 3 --scores none"
+    runs = {"teacher": [*QUICK, *curved.split()], "dit": [*QUICK, *dit.split()]}
+    return cli.trained_once(tmp_path_factory, runs)
 
 
 def student(*flags, steps=4, name="run"):
@@ -189,24 +174,6 @@ def test_a_teacher_of_another_recipe_draws_in_its_own(teachers):
     torch.testing.assert_close(
         pairs("third")["images"], drawer("runs/run")(pairs("third")["labels"], pairs("third")["noise"], 4)
     )
-
-
-def test_drawing_leaves_the_students_tf32_alone(teachers):
-    torch.set_float32_matmul_precision("high")
-    try:
-        config = {
-            **train.DEFAULTS,
-            "task": "reflow",
-            "teacher": TEACHER,
-            "pairs": 4,
-            "teacher_steps": 1,
-            "name": "run",
-        }
-        run = Trainer(strategies.settle(config))
-        assert len(run.task.train_set(run)) == 4
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 # ---- Resume and several processes --------------------------------------------------------------------------

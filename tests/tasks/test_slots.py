@@ -9,7 +9,6 @@ import cli
 import common
 import pytest
 import torch
-from torch import nn
 
 import strategies
 from lowprec.precision import Precision, recipe
@@ -40,17 +39,6 @@ def net_of(task):
 
 
 # ---- Parts against naive ones ------------------------------------------------------------------------------
-
-
-def test_the_gru_is_torchs():
-    own, theirs = slots.GRUCell(6), nn.GRUCell(6, 6)
-    with torch.no_grad():
-        theirs.weight_ih.copy_(own.input.weight)
-        theirs.weight_hh.copy_(own.hidden.weight)
-        theirs.bias_ih.copy_(own.input.bias)
-        theirs.bias_hh.copy_(own.hidden.bias)
-    x, state = common.draw(5, 6), common.draw(5, 6, seed=1)
-    assert torch.allclose(own(x, state), theirs(x, state), atol=1e-6)
 
 
 def linear(layer, x):

@@ -18,7 +18,6 @@ from precision import check_origin
 from tasks import data
 from tasks.diffusion import DDPM, RFlow
 from tasks.generation import BINS, TIMESTEPS
-from tasks.segment import Segment
 from tasks.task import Rng, Task, to_device
 
 eager = common.eager
@@ -31,19 +30,6 @@ def discs():
 
 
 # ---- Randomness --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_draw_the_rows_of_one_process(world):
-    whole, parts = Rng(7), [Rng(7, rank, world) for rank in range(world)]
-    n = 8 // world
-    for draw in (
-        lambda rng, n: rng.normal(n, 3, 2),
-        lambda rng, n: rng.uniform(n),
-        lambda rng, n: rng.normal(n),
-    ):
-        assert torch.equal(torch.cat([draw(rng, n) for rng in parts]), draw(whole, 8))
-    assert not torch.equal(Rng(8).normal(8), Rng(7).normal(8))
 
 
 @pytest.mark.parametrize("kind", [RFlow, DDPM])
@@ -285,14 +271,6 @@ def test_the_default_recipes_leave_the_schedule_alone(flags, digits):
 
 
 # ---- What a task decides -----------------------------------------------------------------------------------
-
-
-def test_a_net_is_chosen_among_those_of_the_task(digits, discs):
-    assert isinstance(make(RFlow, digits, model="dit").net(), models.DiT)
-    with pytest.raises(Refused, match="no model 'dit' for task 'segment'; choose unet"):
-        make(Segment, discs, model="dit", task="segment").net()
-    with pytest.raises(Refused, match="no model 'gan' for task 'rflow'; choose unet or dit"):
-        make(RFlow, digits, model="gan").net()
 
 
 def test_weight_decay_spares_norms_biases_and_embeddings(digits):

@@ -9,6 +9,7 @@ import test_latent
 import torch
 
 from lowprec.recipes import recipe
+from lowprec.roles import roles
 from tasks import perceptual
 from tasks import vae as latent
 from tasks.autoencoder import Autoencoder
@@ -32,14 +33,8 @@ def test_the_net_is_monais_autoencoder_with_noise_from_outside(size="tiny", side
     torch.testing.assert_close(
         net(net(images, part="encode")[0], part="decode"), net.vae.reconstruct(images)
     )
-    head = [name for name, roles in latent_roles(net).items() if "head" in roles]
+    head = [name for name, roles in roles(net).items() if "head" in roles]
     assert any(name.endswith("conv") for name in head) and all("decoder" in name for name in head)
-
-
-def latent_roles(net):
-    from lowprec.roles import roles
-
-    return roles(net)
 
 
 def test_the_kl_is_that_of_two_gaussians():
