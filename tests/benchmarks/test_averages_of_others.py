@@ -1,11 +1,10 @@
 """experiments/averages.py: rules of other tools, against the tools where they are here; what is measured."""
 
 import json
-import math
 
 import pytest
 import torch
-from common import BF16, draw, same
+from common import BF16, same
 
 from benchmarks import averages
 from benchmarks.averages import (
@@ -13,7 +12,6 @@ from benchmarks.averages import (
     diffusers_decay,
     main,
     measure_rules,
-    stochastic_bf16,
     weight_path,
 )
 
@@ -36,15 +34,6 @@ def test_diffusers_rule_is_bit_for_bit_that_of_the_package(foreach, decay=0.9):
         ours = rule.update(ours, weights, 1 - diffusers_decay(decay, step), None)
         assert same(ours, theirs.shadow_params[0]), step
     assert ours.dtype == BF16
-
-
-def test_stochastic_rounding_is_unbiased_and_goes_to_a_neighbour():
-    x = torch.full((200_000,), 1 + 0.3 * 2**-7)  # 0.3 of the way to the next bf16 number
-    found = stochastic_bf16(x, torch.Generator().manual_seed(0)).double()
-    assert set(found.tolist()) == {1.0, 1 + 2**-7}
-    assert found.mean() == pytest.approx(x[0].item(), abs=4 * 2**-7 * math.sqrt(0.21 / 200_000))
-    exact = draw(100).to(BF16).float()
-    assert same(stochastic_bf16(exact, torch.Generator()), exact.to(BF16))
 
 
 def test_fp32_arrives_bf16_to_nearest_does_not_and_stochastic_rounding_does():

@@ -369,14 +369,6 @@ def test_tasks_take_turns_with_a_bare_loop(tmp_path, capsys, monkeypatch):
     assert not out.with_suffix(".png").exists()
 
 
-def test_the_table_of_tasks_is_of_ratios_within_a_round():
-    rows = [dict(task="a", loop="bare loop", flags="--task a", ms=[1.0, 10.0, 2.0, 1.0])]
-    rows += [dict(task="a", loop="ours", flags="--task a", ms=[1.1, 11.0, 3.0, 1.0])]
-    assert loops.bare_to_ours(*rows) == pytest.approx([1.1, 1.1, 1.5, 1.0])
-    line = loops.task_speeds_table(rows).splitlines()[-1]
-    assert line == "| a | `--task a` | 2 | 2 | 1.10 | 1.02 to 1.40 |"
-
-
 def test_a_bare_loop_keeps_the_average_that_a_consistency_model_learns_from(tmp_path):
     """Without it the bare loop would have less to do, and the loss another target."""
     flags = f"--task consistency {TINY} --target_decay 0.5 --lr 1e-2"

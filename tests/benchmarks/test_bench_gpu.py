@@ -224,16 +224,6 @@ def test_a_process_that_hangs_or_ends_is_replaced():
     worker.close(wait=0)
 
 
-def test_the_table_of_the_docs_has_what_was_measured():
-    net, other = list(gpu.GPU_NET_TITLES)[:2]
-    row = dict(net=net, recipe="bf16", compile=False, status="measured", batch_size=64)
-    row.update(ms=[100.0, 64.0, 32.0], reference_ms=[128.0], peak_bytes=3 << 29, bytes_per_parameter=16)
-    refused = dict(net=other, recipe="bf16", compile=True, status="refused")
-    table = gpu.docs_table(dict(results=[row, refused]))
-    assert table.splitlines()[2:] == ["| `bf16` | 1000 | - | 2.00 | 1.50 | 16.00 |"]
-    assert table.startswith("| DiT-B/2 | images a second |")
-
-
 @pytest.mark.gpu
 def test_the_gpu_bench_runs_on_one(tmp_path):
     names = ["bf16", "fp32", "pure_bf16-stochastic", "generate-bf16"]
