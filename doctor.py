@@ -26,7 +26,6 @@ from lowprec.parts.micro_batches import MicroBatches
 from lowprec.rounding import Stream, stream
 from lowprec.telemetry import sample_entries
 from lowprec.watch.faults.runs import of_finite_run, of_records
-from lowprec.watch.net_state import rounded_to_bf16
 from lowprec.watch.verdicts import Diagnosis, Finding
 from lowprec.watch.writes import Writes
 from strategies import settle
@@ -73,6 +72,12 @@ def relative_tree(a, b):
     leaves = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
     pairs = [(x, y) for x, y in leaves if torch.is_tensor(x) and x.is_floating_point()]
     return relative(torch.cat([x.flatten() for x, _ in pairs]), torch.cat([y.flatten() for _, y in pairs]))
+
+
+def rounded_to_bf16(b, made):
+    """Whether all values of buffer b fit into bf16, and are not those that it was made with."""
+    same = torch.equal(b.float(), made.to(b.device).float())
+    return not same and torch.equal(b.bfloat16().float(), b.float())
 
 
 def count_not_finite(tree):

@@ -14,7 +14,7 @@ from test_watch_loop import eager, losing, net, train
 
 from lowprec.telemetry import sample_entries
 from lowprec.watch import findings
-from lowprec.watch.dead_parts import dead_part
+from lowprec.watch.faults.gradients import dead_part
 from lowprec.watch.gradients import Partial
 from lowprec.watch.watch import Watch
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import torch
 
@@ -92,11 +93,39 @@ def parameters_ungrouped(seen):
             yield Figure(tensor=name, trains="is trained by requires_grad", severity="note")
 
 
+def frozen_by_plan(net):
+    """({name of a part: how many frozen parameters}, [names of those that stand alone]).
+
+    What is frozen behind one of its kind that trains (`blocks.3.mlp.weight` behind `blocks.2.mlp.weight`)
+    stands alone. The rest is a plan: a text encoder, the first blocks, all that a LoRA leaves as it is.
+    """
+    trained = [name for name, p in net.named_parameters() if p.requires_grad]
+    frozen_parts = []  # that hold parts with parameters, the outermost first
+    for part, module in net.named_modules():
+        if part and any(map(net_state.has_parameters, module.children())) and not _holds_one(part, trained):
+            frozen_parts.append(part)
+    parts, alone, kinds_that_train = {}, [], set()
+    for name, p in net.named_parameters():
+        kind = re.sub(r"\d+", "N", name)  # tensors of one kind are repeated from block to block
+        if p.requires_grad:
+            kinds_that_train.add(kind)
+        elif kind in kinds_that_train:
+            alone.append(name)
+        else:
+            outermost = next((part for part in frozen_parts if _holds_one(part, [name])), name)
+            parts[outermost] = parts.get(outermost, 0) + 1
+    return parts, alone
+
+
+def _holds_one(part, names):
+    return any(name.startswith(part + ".") for name in names)
+
+
 @of_frozen("requires_grad is False, while others of its kind train",
            "requires_grad_(True), if it should train")
 def frozen_alone(seen):
     """Frozen, beside others of its kind that train."""
-    _, alone = net_state.frozen_by_plan(seen.watch.model)
+    _, alone = frozen_by_plan(seen.watch.model)
     return [Figure(tensor=name) for name in alone]
 
 
@@ -104,7 +133,7 @@ def frozen_alone(seen):
            rank=0.0)
 def frozen_parts(seen):
     """Frozen parameters that look like a plan."""
-    parts, _ = net_state.frozen_by_plan(seen.watch.model)
+    parts, _ = frozen_by_plan(seen.watch.model)
     some = ", ".join(list(parts)[:3]) + (" ..." if len(parts) > 3 else "")
     return Figure(count=sum(parts.values()), some=some) if parts else None
 
