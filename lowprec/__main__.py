@@ -3,19 +3,26 @@
     python -m lowprec                        its version, what this machine can do, which kernels it would use
     python -m lowprec advise --params 7e9    which recipe to train a net in, and what it takes and costs
     python -m lowprec trial mine.py          what each recipe costs on a net of one's own, tried in little
-    python -m lowprec foresee CHECKPOINT     what writing its weights in bf16 would do to it
+    python -m lowprec foresee runs/NAME      what writing its weights in bf16 would do to it (any checkpoint)
     python -m lowprec compare BEFORE AFTER   two checkpoints of any program: what did training move?
 
 Exit status: 0, 1 for findings of `compare`, 2 for bad input, which ends in one line.
 """
 
 import gc
+import importlib
 import sys
 
 from .advice.check import report
 from .errors import Forgiving, Refused, end_of_reader
 from .machine import quiet_libraries
 
+MODULE_OF_COMMAND = {
+    "advise": ".advice.command",
+    "trial": ".trials.command",
+    "foresee": ".trials.foresee",
+    "compare": ".watch.compare",
+}
 # the flags that `recommended_flags` gives -> the same as arguments of the library
 RECIPE_OF_FLAGS = {
     "--bf16": "recipe(bf16=True); short of memory: recipe(pure_bf16=True, stochastic=True)",
@@ -59,24 +66,9 @@ def run_command(name="", *words):
     if not name:
         print(report(recommended_start))
         return 0
-    if name == "advise":
-        from .advice import command
-
-        return command.main(list(words))
-    if name == "trial":
-        from .trials import command
-
-        return command.main(list(words))
-    if name == "foresee":
-        from .trials import foresee
-
-        return foresee.main(list(words))
-    if name == "compare":
-        from .watch import compare
-
-        return compare.main(list(words))
-    known = "advise, trial FILE.py, foresee CHECKPOINT, compare BEFORE AFTER"
-    raise Refused(f"unknown command {name!r}; there are: {known}")
+    if name not in MODULE_OF_COMMAND:
+        raise Refused(f"unknown command {name!r}; there are: {', '.join(MODULE_OF_COMMAND)}")
+    return importlib.import_module(MODULE_OF_COMMAND[name], __package__).main(list(words))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What each way of writing bf16 weights would do to a net, foreseen from its weights and Adam's moments.
 
+    python -m lowprec foresee runs/NAME                  of a run of train.py, at the rates still to come
     python -m lowprec foresee CHECKPOINT --lr 3e-4       of a file, see watch/files.py; no code in it is run
     print(lowprec.foresee(model, optimizer))             in anybody's loop
 
@@ -26,14 +27,21 @@ from torch import nn
 
 from ..advice.command import AdviceParser
 from ..advice.text import aligned
-from ..errors import Refused, check_number
+from ..errors import Refused, check_number, in_one_line
+from ..evidence import flags_of_recipe, recipe_key
 from ..formats import FORMATS
 from ..watch.adapters import answering, hooked, unwrapped
 from ..watch.checkpoints import Checkpoint, read_checkpoint, weight_names_of
+from ..watch.products import Products
 from ..watch.write_errors import ulp
 
 RATES = (1.0, 0.1, 0.01)  # of the present one, at which the share that is not written is told
+RATES_AHEAD = 20  # looked at, evenly spread over the steps that are still to come
 TENSORS_SHOWN = 5
+PRODUCTS_UNKNOWN = (
+    "products in FP8 and FP4: not known from weights and moments; in a loop lowprec.Watch(model, optimizer, "
+    'writes=True, products=["mxfp8", "nvfp4"]) looks at them'
+)
 CODED = ("int8", "int4")  # formats of moments of which is told how far they move a step
 # how many times as close as bf16 the values lie that a weight can have with what completes it: the rest that
 # Kahan keeps is half a gap at most, in bf16; split8 keeps 8 bits more
@@ -125,6 +133,43 @@ def _weight_of(key, m, checkpoint, left):
     return fitting[0]
 
 
+# ---- A run of train.py -------------------------------------------------------------------------------------
+
+
+def read_run(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
+    """The checkpoint of a run of train.py, and what else its folder says, as `foresee` takes it; its `title`
+    in words. Of a run that has ended all its steps are "ahead". Raises Refused.
+    """
+    checkpoint = read_checkpoint(folder / "checkpoint.pt")
+    with in_one_line(f"{folder} is damaged:"):
+        flags = json.loads((folder / "config.json").read_text())["flags"]
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        step, end = checkpoint.step, flags["steps"]
+        losses = [row["loss"] for row in rows if row["step"] <= step and row["loss"] > 0]
+        present = rate_factor(flags, step - 1)  # of the step that was done last
+        schedule = "the rates still to come"
+        if step >= end:  # the present rate may have fallen to nothing
+            step, present, schedule = 0, 1.0, "all rates of the run, which has ended"
+            for key, group in checkpoint.groups.items():
+                checkpoint.groups[key] = {**group, "lr": group["initial_lr"]}
+        ahead = [step + i * (end - step) // RATES_AHEAD for i in range(RATES_AHEAD)]
+        words = " ".join(flags_of_recipe(recipe_key(flags))) or "fp32"
+        return checkpoint, {
+            "title": f"{folder}: {words}, step {checkpoint.step:,} of {end:,}; ahead are {schedule}",
+            "ahead": [rate_factor(flags, one) / present for one in ahead],
+            "loss": losses[-1] if losses else None,
+            "ema_decay": flags["ema_decay"],
+        }
+
+
+def rate_factor(flags: dict[str, Any], step: int) -> float:
+    """Which share of --lr a run of train.py has at a step."""
+    warm = min(1.0, (step + 1) / max(1, flags["warmup"]))
+    done = max(0.0, (step - flags["warmup"]) / max(1, flags["steps"] - flags["warmup"]))
+    falls = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return warm * falls[flags["lr_schedule"]]
+
+
 # ---- What is foreseen --------------------------------------------------------------------------------------
 
 
@@ -149,7 +194,8 @@ class Figures(NamedTuple):
 
 def figures_of(one: Moved, rates: Iterable[float]) -> Figures:
     """The Figures of a tensor, at these shares of the present rate."""
-    step, gap, stored = one.step(), gaps(one.weight), one.weight.bfloat16()
+    step, stored = one.step(), one.weight.bfloat16()
+    gap = ulp(one.weight, 2.0**-7).clamp(min=2.0**-125)  # to the neighbour in bf16; never 0
     unwritten = {}
     for rate in rates:
         stays = (stored.float() - rate * step).bfloat16() == stored
@@ -189,11 +235,6 @@ def total(x: torch.Tensor) -> float:
     return float(x.sum(dtype=torch.float64))
 
 
-def gaps(weight: torch.Tensor) -> torch.Tensor:
-    """How far apart the neighbours in bf16 of each weight lie, fp32 alike; never 0."""
-    return ulp(weight, 2.0**-7).clamp(min=2.0**-125)
-
-
 def coded(moment: torch.Tensor, name: str, signed: bool) -> torch.Tensor:
     """A moment once it was written in codes, to nearest."""
     kind, n = FORMATS[name], moment.numel()
@@ -209,7 +250,8 @@ class Forecast:
 
     rate: the present one. ahead: shares of it at the steps that are still to come, or (). loss: of the net,
     or None where it is not known; the ceiling is told as a share of it. left_out: how many tensors are not
-    among them, since a file holds no moments of them, or codes. average: see average_unwritten.
+    among them, since a file holds no moments of them, or codes. average: see average_unwritten. products: of
+    a Watch, which has seen activations. title: a line that stands above all.
     """
 
     def __init__(
@@ -219,8 +261,10 @@ class Forecast:
         loss: float | None = None,
         left_out: int = 0,
         average: float | None = None,
+        products: Products | None = None,
+        title: str = "",
     ):
-        self.left_out, self.average = left_out, average
+        self.left_out, self.average, self.products, self.title = left_out, average, products, title
         self.rate, self.ahead, self.loss = moved[0].rate, tuple(ahead), loss
         rates = dict.fromkeys((*RATES, *self.ahead))
         with torch.no_grad():
@@ -286,6 +330,7 @@ class Forecast:
             "left_out": self.left_out,
             "average": self.average,
             "codes": {name: self.of_codes(name) for name in CODED},
+            "products": str(self.products or ""),
             "recipes": self.rows(),
             "tensors": [one._asdict() for one in self.tensors],
         }
@@ -293,9 +338,10 @@ class Forecast:
     def __str__(self) -> str:
         entries = sum(one.entries for one in self.tensors)
         now, tenth, hundredth = (f"{self.unwritten([rate]):.1%}" for rate in RATES)
-        ahead = f"; over the rates still to come {self.unwritten(self.ahead):.1%}" if self.ahead else ""
+        ahead = f"; over the rates ahead {self.unwritten(self.ahead):.1%}" if self.ahead else ""
         rows = self.rows()
         lines = [
+            *filter(None, [self.title]),
             f"{len(self.tensors)} tensors, {entries:,} weights, at a rate of {self.rate:g}, in bf16:",
             f"to nearest: {now} of the wanted movement is not written, at a tenth of the rate {tenth}, at a "
             f"hundredth {hundredth}{ahead}",
@@ -309,11 +355,11 @@ class Forecast:
             if self.of_codes(name):
                 moved = f"they move a step by {self.of_codes(name):.2g} of it (root mean squares)"
                 lines.append(f"moments in {name}: {moved}; what that costs is not known")
-        average = "not known without one in the file; lowprec.Watch looks at it"
+        average = "not known without one in a file; lowprec.Watch looks at it"
         if self.average is not None:
             average = f"to nearest {self.average:.1%} of its movement is not written"
         lines.append(f"an average in bf16: {average}")
-        lines.append("products: not known from these; lowprec.Watch(products=...) looks at them")
+        lines.append(str(self.products or "") or PRODUCTS_UNKNOWN)
         if self.left_out:
             lines.append(f"left out: {self.left_out} tensors without moments of Adam, or with these in codes")
         return "\n".join(lines)
@@ -340,18 +386,21 @@ def foresee(
     lr: float | None = None,
     ahead: Iterable[float] = (),
     loss: float | None = None,
-    ema_decay: float = 0.999,
+    ema_decay: float | None = None,
+    products: Products | None = None,
 ) -> Forecast:
     """What each way of writing bf16 weights would do to a net. Nothing is written, and no step is taken.
 
     Args:
-        model: the net, or the path of a checkpoint that holds weights and the optimiser's state.
+        model: the net, or the path of a checkpoint that holds weights and the optimiser's state, or of the
+            folder of a run of train.py, which says `ahead`, `loss` (of training) and `ema_decay` itself.
         optimizer: of the net: Adam or AdamW, torch's or ours or of a library that Watch knows, after some
             steps in fp32 or autocast.
         lr: the present learning rate, in place of the optimiser's own.
         ahead: shares of it at the steps that are still to come.
         loss: of the net, above 0: the ceiling is told as a share of it.
-        ema_decay: of the average that a checkpoint holds.
+        ema_decay: of the average that a checkpoint holds, 0.999 unless it is given.
+        products: of a Watch, that looked at products in other formats.
 
     Raises:
         Refused (a ValueError): without moments or a rate, and for a file that can't be read.
@@ -359,27 +408,32 @@ def foresee(
     for name, number in dict(lr=lr, loss=loss).items():
         if number is not None:
             check_number(name, number)
+    average, of_run = None, {}
     if isinstance(model, str | Path):
-        checkpoint = read_checkpoint(model)
+        path = Path(model)
+        if (path / "ledger.json").is_file():
+            checkpoint, of_run = read_run(path)
+        else:
+            checkpoint = read_checkpoint(path)
         moved, left_out = of_checkpoint(checkpoint, lr)
-        average = average_unwritten(checkpoint, ema_decay)
+        average = average_unwritten(checkpoint, ema_decay or of_run.get("ema_decay", 0.999))
+        ahead, loss = ahead or of_run.get("ahead", ()), loss or of_run.get("loss")
     else:
         moved, left_out = of_optimizer(model, optimizer, lr)
-        average = None
     if not moved:
         raise Refused("there are no moments of Adam yet: foresee after some of its steps, by its states")
-    return Forecast(moved, ahead, loss, left_out, average)
+    return Forecast(moved, ahead, loss, left_out, average, products, of_run.get("title", ""))
 
 
 def main(argv: list[str], prog: str = "python -m lowprec foresee") -> int:
     """Print the forecast of a checkpoint; the exit status. Raises Refused for bad words."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = AdviceParser(prog=prog, description=__doc__, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument("checkpoint", help="a file or a folder with weights and the optimiser's state")
+    parser.add_argument("checkpoint", help="runs/NAME, or a file or folder with weights and Adam's state")
     parser.add_argument("--lr", type=float, help="the present learning rate; default: the checkpoint's")
-    parser.add_argument("--loss", type=float, help="of the net: what is added is told in percent of it")
+    parser.add_argument("--loss", type=float, help="of the net, for percentages; default: a run's last one")
     parser.add_argument("--cosine", action="store_true", help="the rate still falls to 0 along a cosine")
-    parser.add_argument("--ema_decay", type=float, default=0.999, help="of its average; default: 0.999")
+    parser.add_argument("--ema_decay", type=float, help="of its average; default: the run's, or 0.999")
     parser.add_argument("--json", action="store_true", help="print it for a program")
     args = parser.parse_args(argv)
     ahead = [(1 + math.cos(math.pi * i / 20)) / 2 for i in range(20)] if args.cosine else ()

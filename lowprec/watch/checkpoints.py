@@ -20,7 +20,7 @@ class Checkpoint:
     """weights, averages: {name: tensor}. states: {name or number of a parameter: its state, a dict}.
     has_optimizer: whether it holds an optimiser, with states or without. groups: {key of a state: the options
     of its parameter group}. stochastic: the keys of those states
-    that are rounded stochastically, by an optimiser of ours.
+    that are rounded stochastically, by an optimiser of ours. step: what it says of itself, or 0.
     """
 
     path: Path
@@ -30,6 +30,7 @@ class Checkpoint:
     has_optimizer: bool = False
     groups: dict = dataclasses.field(default_factory=dict)
     stochastic: set = dataclasses.field(default_factory=set)
+    step: int = 0
 
 
 def read_checkpoint(path):
@@ -38,6 +39,8 @@ def read_checkpoint(path):
     found = Checkpoint(path)
     tree = loaded(path)
     _sort(tree, found, "")
+    if isinstance(tree, dict) and isinstance(tree.get("step"), int):
+        found.step = tree["step"]
     if not (found.weights or found.averages or found.states):
         raise Refused(f"{path} holds no named tensors: it is no state dict")
     return found

@@ -442,17 +442,16 @@ class Watch:
         return Diagnosis(head, found, sound, harm="bad results", examined=self.looks > 0)
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, [str(self.diagnosis()), str(self.products), self._foreseen()]))
+        told = self._foreseen() if self.foresees else str(self.products)
+        return "\n".join(filter(None, [str(self.diagnosis()), told]))
 
     def _foreseen(self):
-        if not self.foresees:
-            return ""
         from ..trials.foresee import foresee
 
         try:
-            return str(foresee(self.model, self.optimizer))
+            return str(foresee(self.model, self.optimizer, products=self.products))
         except Refused as error:
-            return str(error)
+            return f"{error}\n{self.products}".strip()
 
 
 def usual_sample(model):

@@ -225,7 +225,11 @@ def test_a_checkpoint_of_ours_foresees_its_average_and_starts_a_trial(tmp_path, 
 
 def test_a_watch_foresees_writes():
     net, optimizer = trained_net()
-    watch = lowprec.Watch(net, optimizer, writes=True)
-    assert str(lowprec.foresee(net, optimizer)) in str(watch)
+    watch = lowprec.Watch(net, optimizer, writes=True, products=["nvfp4"])
+    assert str(lowprec.foresee(net, optimizer, products=watch.products)) in str(watch)
+    assert "products in FP8 and FP4: not known" in str(lowprec.foresee(net, optimizer))
+    net(common.draw(4, 8, seed=0)).square().mean().backward()
+    optimizer.step()
+    assert "in nvfp4" in str(watch) and "2 nn.Linear layers" in str(watch)
     new = torch.optim.AdamW(net.parameters())
     assert "no moments of Adam yet" in str(lowprec.Watch(net, new, writes=True))

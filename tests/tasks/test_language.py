@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from cli import checkpoint, command, metrics, one_line, summary
 
 import strategies
+from lowprec import __main__ as lowprec_command
 from lowprec.precision import recipe
 from tasks import language
 from tasks.language import BDH, BDHS, GPT, GPTS, TEXT_FILE, Language, Text, Windows
@@ -274,6 +275,23 @@ def test_training_lowers_the_loss_and_says_tokens_a_second(kind, capsys):
     assert found["tokens_per_second"] == pytest.approx(16 * found["images_per_second"])
     assert "tokens a second" in capsys.readouterr().out
     assert Path("runs/run/samples/final.png").stat().st_size > 500
+    foresees_a_run(capsys)
+
+
+def foresees_a_run(capsys):
+    assert lowprec_command.main(["foresee", "runs/run"]) == 0
+    printed = capsys.readouterr().out
+    assert "runs/run: fp32, step 50 of 50; ahead are all rates of the run" in printed
+    assert "over the rates ahead" in printed and "at a rate of 0.01," in printed
+    config = json.loads(Path("runs/run/config.json").read_text())
+    config["flags"] |= {"steps": 51, "lr_schedule": "cosine"}  # as of a run that is under way
+    Path("runs/run/config.json").write_text(json.dumps(config))
+    assert lowprec_command.main(["foresee", "runs/run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["unwritten_ahead"] > found["unwritten"]["1.0"]  # the last step has a lower rate
+    Path("runs/run/checkpoint.pt").unlink()
+    assert lowprec_command.main(["foresee", "runs/run"]) == 2
+    assert "runs/run/checkpoint.pt: no such file" in capsys.readouterr().err
 
 
 # ---- FP8 on bare parameters --------------------------------------------------------------------------------
