@@ -43,6 +43,7 @@ class Answer:
             "interval, widened for several looks.",
             "of it writes: what it costs beyond bf16, which is autocast: the same products, of fp32 weights.",
             f"{CHAOS}: of one weight of the reference. What changes there, chaos changes.",
+            "A longer training may lose far more to nearest than is told here (experiments/078-miniatures).",
         ]
         for recipe, why in book.left_out.items():
             lines.append(f"left out: {recipe}: {why}")
