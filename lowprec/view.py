@@ -371,31 +371,6 @@ def _of_copy(x, known):
     return new
 
 
-def without_values(net: nn.Module, device: str) -> nn.Module:
-    """A copy of a net whose tensors have its shapes and dtypes, and values that mean nothing: on the meta
-    device, or within a FakeTensorMode, they take no memory.
-    """
-    return with_tensors(net, functools.partial(_blank, device))
-
-
-def with_tensors(net: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A copy of a net in which each tensor is what make(tensor) returns. A tied weight stays tied."""
-    new = {}  # deepcopy takes these for copies that it has made already
-    for module in net.modules():
-        for tensors in (module._parameters, module._buffers, vars(module)):
-            for tensor in tensors.values():
-                if torch.is_tensor(tensor) and id(tensor) not in new:
-                    new[id(tensor)] = make(tensor)
-    return copied(net, new)
-
-
-def _blank(device, tensor):
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
-
-
 def _with_graph(tree: Any) -> Iterator[torch.Tensor]:
     """The tensors in a tree that belong to a graph."""
     for leaf in tree_leaves(tree):

@@ -29,10 +29,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..cast import Cast
 from ..errors import Refused, in_one_line
 from ..kernels import cpu_products
+from ..layers.flops import without_values
 from ..parts.activations import recompute, recomputed_blocks
 from ..parts.ranks import gathered_at_once, held_by_rank
 from ..precision import Precision
-from ..view import View, without_values
+from ..view import View
 
 
 class Held(NamedTuple):

@@ -8,8 +8,8 @@ import time
 import torch
 from torch import nn
 
+from ..layers.flops import with_tensors
 from ..precision import Precision
-from ..view import with_tensors
 
 STEPS_TIMED = 5
 

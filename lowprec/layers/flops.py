@@ -7,15 +7,17 @@ A multiplication and an addition count as two. Only products and convolutions co
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ..view import without_values
+from ..view import copied
 
 LAYER_OF_OPERATOR = {  # the other products are those of activations
     "mm": "linear",
@@ -134,3 +136,31 @@ def tensors_of_output(tree):
     elif not isinstance(tree, tuple | list):
         return []
     return [tensor for part in tree for tensor in tensors_of_output(part)]
+
+
+# ---- Nets of shapes alone ----------------------------------------------------------------------------------
+
+
+def without_values(net: nn.Module, device: str) -> nn.Module:
+    """A copy of a net whose tensors have its shapes and dtypes, and values that mean nothing: on the meta
+    device, or within a FakeTensorMode, they take no memory.
+    """
+    return with_tensors(net, functools.partial(_blank, device))
+
+
+def with_tensors(net: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A copy of a net in which each tensor is what make(tensor) returns. A tied weight stays tied."""
+    new = {}  # deepcopy takes these for copies that it has made already
+    for module in net.modules():
+        for tensors in (module._parameters, module._buffers, vars(module)):
+            for tensor in tensors.values():
+                if torch.is_tensor(tensor) and id(tensor) not in new:
+                    new[id(tensor)] = make(tensor)
+    return copied(net, new)
+
+
+def _blank(device, tensor):
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
