@@ -21,6 +21,14 @@ MIXED_DTYPES_ERROR = re.compile(
 NO_BF16_KERNEL_ERROR = re.compile(r"not implemented for '?BFloat16|not supported. Got BFloat16")
 FOLDER_OF_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 DOTTED_NAME = re.compile(r"[A-Za-z_][\w.]*")
+# words of torch where fully_shard has spread the net: what to do
+OF_FULLY_SHARD = {
+    ("DTensor", "mixed"): "fully_shard (--fsdp) gathers weights in forward, and this net calls parts apart "
+    "from it: train it without --fsdp, or call them in its forward",
+    ("uniform original parameter dtype",): "fully_shard gathers a block in one dtype, and a block of this "
+    "net has norms or islands that stay fp32 beside its bf16 weights: spread these first by themselves, "
+    "fully_shard(block.norm)",
+}
 USE_AUTOCAST = "or take recipe(bf16=True), which keeps fp32 weights and casts for each product"
 
 
@@ -29,16 +37,9 @@ def explain(error: Exception, view: Any, arguments: dict) -> None:
     arguments: {name: value} of the call, as the net got them.
     """
     text = str(error)
-    if "DTensor" in text and "mixed" in text:
-        raise Refused(
-            "fully_shard (--fsdp) gathers weights in forward, and this net calls parts apart from it: "
-            "train it without --fsdp, or call them in its forward"
-        ) from error
-    if "uniform original parameter dtype" in text:
-        raise Refused(
-            "fully_shard gathers a block in one dtype, and a block of this net has norms or islands that "
-            "stay fp32 beside its bf16 weights: spread these first by themselves, fully_shard(block.norm)"
-        ) from error
+    for words, line in OF_FULLY_SHARD.items():
+        if all(word in text for word in words):
+            raise Refused(line) from error
     if "Float8" in text:
         raise Refused(
             f"{_Place(error, view.net)}: its weight is in float8, which torch multiplies with nothing else: "
