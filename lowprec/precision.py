@@ -349,7 +349,10 @@ class Precision:
         for part in parts:
             grads = part.gradients(grads)
         self._check(grads)
-        write = functools.partial(self.optimizer.step, grads=grads, grad_scale=self.clip(grads))
+        scale: float | torch.Tensor | ByParameter = 1.0
+        if self.options.clip_grad or self.options.clip_tensor:
+            scale = self.clip(grads)
+        write = functools.partial(self.optimizer.step, grads=grads, grad_scale=scale)
         for part in reversed(parts):  # the first one is the outermost: it says whether there is a write
             write = part.around(write)
         for wait in self.before_writing:
@@ -366,9 +369,11 @@ class Precision:
         return report
 
     def clip(self, grads: ByParameter) -> float | torch.Tensor | ByParameter:
-        """What the step multiplies gradients by: a number, a 0-dim tensor, or {parameter: 0-dim tensor}."""
+        """What the step multiplies gradients by to clip them: a number, a 0-dim tensor, or {parameter: 0-dim
+        tensor}.
+        """
         options = self.options
-        if not grads or not (options.clip_grad or options.clip_tensor):
+        if not grads:
             return 1.0
         norms = self.ranks.norms_of(grads)
         of_each = torch.stack(list(norms.values()))
