@@ -307,24 +307,7 @@ class Cast:
         untrained = [p for p in model.parameters() if not p.requires_grad]
         if untrained and not any(map(buckets.is_spread, model.parameters())):
             self._find_frozen(model, r, {*exact, *with_statistics}, frozen)
-        self._cast(model, r, exact)
-        self._borders(model, r, [*islands, *by_name], within - set(by_name), fp32_outputs)
 
-    def _find_frozen(self, model, r, exact, kept):
-        """The frozen modules whose dtypes are not that of the trained weights."""
-        from .parts.frozen import averages_inside, dtypes_of_frozen, warn_of_averages
-
-        self.averages = averages_inside(model) if kept else {}
-        if r.low_weights:
-            warn_of_averages(self.averages, r)
-        for module, held in dtypes_of_frozen(model, r, self.dtypes, self.averages, kept).items():
-            if set(held.values()) != {r.dtype("weights")} and module not in exact:
-                self.dtypes_of_frozen[module] = held
-
-    def _cast(self, model, r, exact):
-        """Bring each tensor to its dtype, as Module.to does: what fully_shard and others keep beside
-        parameters follows.
-        """
         dtype_of = dict.fromkeys(model.parameters(), r.dtype("weights"))
         for held in self.dtypes_of_frozen.values():
             dtype_of.update(held)
@@ -337,7 +320,20 @@ class Cast:
                 if chosen:
                     dtype_of[buffer] = DTYPE_OF_NAME[chosen]
         beside = None if r.low_weights else torch.float32
+        # as Module.to does: what fully_shard and others keep beside parameters follows
         model._apply(lambda t: t.to(dtype_of.get(t, beside) or t.dtype) if castable(t) else t)
+        self._borders(model, r, [*islands, *by_name], within - set(by_name), fp32_outputs)
+
+    def _find_frozen(self, model, r, exact, kept):
+        """The frozen modules whose dtypes are not that of the trained weights."""
+        from .parts.frozen import averages_inside, dtypes_of_frozen, warn_of_averages
+
+        self.averages = averages_inside(model) if kept else {}
+        if r.low_weights:
+            warn_of_averages(self.averages, r)
+        for module, held in dtypes_of_frozen(model, r, self.dtypes, self.averages, kept).items():
+            if set(held.values()) != {r.dtype("weights")} and module not in exact:
+                self.dtypes_of_frozen[module] = held
 
     def _dtype_of_buffers(self, module, r, exact):
         """That of a module's own buffers; None where each stays as it came."""

@@ -369,9 +369,7 @@ class Precision:
         return report
 
     def clip(self, grads: ByParameter) -> float | torch.Tensor | ByParameter:
-        """What the step multiplies gradients by to clip them: a number, a 0-dim tensor, or {parameter: 0-dim
-        tensor}.
-        """
+        """A factor of gradients that clips them: a number, a 0-dim tensor, or {parameter: 0-dim tensor}."""
         options = self.options
         if not grads:
             return 1.0

@@ -7,8 +7,6 @@ import torch
 from ..optimizers.average import EMA
 from .part import Part
 
-# ---- The average -------------------------------------------------------------------------------------------
-
 
 class OnCPU(EMA):
     """An EMA in the memory of the CPU, of weights on a GPU.
@@ -104,9 +102,6 @@ class WeightTraffic:
     def wait(self):
         """Let the host wait for the copies."""
         self.done.synchronize()
-
-
-# ---- A part of a run ---------------------------------------------------------------------------------------
 
 
 class AveragesOnCPU(Part):
