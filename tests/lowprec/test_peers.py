@@ -262,14 +262,18 @@ class TwoPlaces(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimiser_with_modes_trains_in_one_and_is_read_in_the_other():
-    run = start("fp32", optimizer=functools.partial(TwoPlaces, lr=1e-2))
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_optimiser_with_modes_trains_in_one_and_is_read_in_the_other(joined):
+    model, optimizer = net(), functools.partial(TwoPlaces, lr=1e-2)
+    halves = [{"params": model.out.parameters(), "optimizer": functools.partial(TwoPlaces, lr=1e-3)}]
+    halves += [{"params": [p for name, p in model.named_parameters() if not name.startswith("out")]}]
+    run = start("fp32", model, optimizer=optimizer, groups=halves if joined else None)
     train(run, 2)
     held = {name: p.detach().clone() for name, p in run.named_params}
     read = run.weights("raw")
     assert all(torch.allclose(read[name], held[name] - 1, atol=1e-5) for name in held)
-    net = run.generator("raw").net
-    assert all(same(p.detach(), read[name]) for name, p in net.named_parameters())
+    drawn = run.generator("raw").net
+    assert all(same(p.detach(), read[name]) for name, p in drawn.named_parameters())
     assert all(same(p.detach(), held[name]) for name, p in run.named_params), "training goes on"
     train(run, 1)
 
