@@ -156,7 +156,8 @@ def start_here(flags, reason):
 
 def print_scores(task, scores, reference):
     """The table of scores, and what else the task has to say."""
-    print(score_table(scores, reference, task.unprinted, task.distances))
+    if any(scores.values()):
+        print(score_table(scores, reference, task.unprinted, task.distances))
     for source, found in scores.items():
         text = task.told(found)
         if text:

@@ -111,7 +111,9 @@ def of_checkpoint(checkpoint: Checkpoint, lr: float | None) -> tuple[list[Moved]
             continue
         name = _weight_of(key, m, checkpoint, left)
         steps = float(state.get("step", math.inf))  # where it is not known: no bias any more
-        found.append(moved_by(name, left.pop(name), m, v, steps, checkpoint.groups.get(key, {}), lr))
+        group = checkpoint.groups.get(key, {})
+        bare = name.removeprefix("precision.model.")  # of a run of train.py
+        found.append(moved_by(bare, left.pop(name), m, v, steps, group, lr))
     return found, left_out
 
 
@@ -340,14 +342,15 @@ class Forecast:
         now, tenth, hundredth = (f"{self.unwritten([rate]):.1%}" for rate in RATES)
         ahead = f"; over the rates ahead {self.unwritten(self.ahead):.1%}" if self.ahead else ""
         rows = self.rows()
+        loss = "loss" if self.loss is None else f"loss of {self.loss:.4g}"
         lines = [
             *filter(None, [self.title]),
             f"{len(self.tensors)} tensors, {entries:,} weights, at a rate of {self.rate:g}, in bf16:",
             f"to nearest: {now} of the wanted movement is not written, at a tenth of the rate {tenth}, at a "
             f"hundredth {hundredth}{ahead}",
             *self._worst(),
-            f"stochastically: the noise of a write is {self.noise:.2g} of a step (root mean squares). To the "
-            f"loss it adds {rows['pure_bf16+stochastic']}, which is reached once all directions have settled",
+            f"stochastically: a write's noise is {self.noise:.2g} of a step (root mean squares). To the "
+            f"{loss} it adds {rows['pure_bf16+stochastic']}, reached once all directions have settled",
             f"stochastically with Kahan: {rows['pure_bf16+stochastic+kahan']}",
             f"with a master of 24 bits: {rows['pure_bf16+master=split8']}; of 32 bits: nothing is lost",
         ]
@@ -367,7 +370,7 @@ class Forecast:
     def _worst(self):
         """Rows of the tensors of which most is lost."""
         found = sorted(self.tensors, key=lambda one: -one.unwritten[1.0])
-        cells = [["  tensor", "not written", "of all that is not"]]
+        cells = [["  tensor", "not written", "its share of all that is not"]]
         lost = max(1e-300, sum(one.unwritten[1.0] for one in self.tensors))
         for one in found[:TENSORS_SHOWN]:
             if one.unwritten[1.0]:
