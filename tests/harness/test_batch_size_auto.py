@@ -3,7 +3,6 @@
 import gc
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import cli
 import common
@@ -15,8 +14,7 @@ import strategies
 import train
 import trainer
 from harness import batch_size
-from harness.batch_size import largest_power_of_two, smallest_of_ranks, survives
-from harness.ranks import Ranks
+from harness.batch_size import largest_power_of_two, survives
 from lowprec.errors import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -76,14 +74,6 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
     with batch_size.TrialMemory(torch.device("cuda")):
         pass
     assert limited == [3, 3]
-
-
-def test_all_processes_take_the_smallest_number():
-    for numbers, wanted in (([8, 4, 16], 4), ([8, 0], 0), ([0, 0], 0), ([5], 5)):
-        for own in numbers:
-            ranks = SimpleNamespace(any=lambda n, device, all_=numbers: max(-m for m in all_) or None)
-            assert smallest_of_ranks(own, ranks, None) == wanted
-    assert smallest_of_ranks(8, Ranks(), None) == 8 and smallest_of_ranks(0, Ranks(), None) == 0
 
 
 # ---- The command, where a CPU plays the GPU ----------------------------------------------------------------
@@ -199,13 +189,6 @@ def test_what_a_gpu_refuses():
     common.refused(lambda: batch_size.check_search(config, cuda, True), "--dry_run", "give a number")
     common.refused(lambda: batch_size.check_search(config.replaced(fsdp=True), cuda, False), "--fsdp")
     assert batch_size.check_search(config, cuda, False) is None
-
-
-@pytest.mark.parametrize("value", ["0", "1.5", "auto8", "", "9" * 20])
-def test_bad_values_get_the_one_line(value, capsys, tmp_path):
-    assert cli.command("--steps", 1, f"--batch_size={value}") == 2
-    assert f"is not a whole number above 0, up to {10**7}, or auto" in cli.one_line(capsys)
-    assert not list(tmp_path.iterdir())
 
 
 # ---- On a GPU ----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import cli
 import pytest
 import torch
-from cli import SEGMENT, after_step, assert_same, checkpoint, command, metrics, one_line, quick, summary
+from cli import SEGMENT, after_step, assert_same, checkpoint, command, metrics, quick, summary
 
 import trainer
 from harness.checkpoints import read as read_checkpoint
@@ -119,19 +119,6 @@ def test_epochs_say_the_steps_and_when_to_look():
     assert [row["step"] for row in metrics() if "heldout_mean_iou" in row] == [4, 8]
     assert command(*cli.LOOP, *SEGMENT, "--name", "run", "--epochs", 3, "--batch_size", 64) == 0
     assert checkpoint()["step"] == 12
-
-
-@pytest.mark.parametrize(
-    "flags,said",
-    [
-        ("--epochs 2 --steps 3", "give one of them"),
-        ("--epochs -1", "a whole number, 0 or more"),
-        ("--early_stop few", "a whole number, 0 or more"),
-        ("--validate_every 0.5", "a whole number, 0 or more"),
-    ],
-)
-def test_bad_lengths_are_one_line(flags, said, capsys):
-    assert command(*flags.split()) == 2 and said in one_line(capsys) and not Path("runs").exists()
 
 
 # ---- Presets -----------------------------------------------------------------------------------------------
