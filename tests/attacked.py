@@ -4,13 +4,10 @@ import io
 import shutil
 from pathlib import Path
 
-import common
 import numpy as np
 import pytest
-from cli import command, content
+from cli import command, content, trained_once
 from PIL import Image
-
-from lowprec.kernels import compiled
 
 BASE = "--task classify --batch_size 8 --log_every 1 --sample_every 0 --warmup 0".split()
 DEEP = b"[" * 100_000  # JSON that no reader follows to its end
@@ -18,19 +15,14 @@ DEEP = b"[" * 100_000  # JSON that no reader follows to its end
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with runs/run, a run that has ended after two steps."""
-    folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(compiled, "_compiled", common.uncompiled)
-        assert command(*BASE, "--name", "run", "--steps", 2) == 0
-    return folder
+    """A folder with `run`, which has ended after two steps."""
+    return trained_once(tmp_path_factory, {"run": [*BASE, "--steps", 2]})
 
 
 @pytest.fixture
 def mine(trained):
     """A copy of that run in the test's own folder."""
-    shutil.copytree(trained / "runs", "runs")
+    shutil.copytree(trained, "runs")
     return Path("runs/run")
 
 

@@ -85,10 +85,11 @@ def trained_once(tmp_path_factory, runs):
     """A folder with these runs, {name: flags}, which the tests of a file share."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
         patch.setattr(compiled, "_compiled", common.uncompiled)
         shorten(patch.setattr)
         for name, flags in runs.items():
-            assert command(*flags, "--runs", folder, "--name", name) == 0
+            assert command(*flags, "--runs", ".", "--name", name) == 0
     return folder
 
 

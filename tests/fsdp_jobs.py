@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import draw
-from fsdp_nets import OPTIONS, STEPS, batch, bits, build, differing, found, meet, start, told, train
+from fsdp_nets import OPTIONS, STEPS, batch, bits, differing, found, meet, start, told, train
 from torch import nn
 
 from experiments.bench import sharding
@@ -50,6 +50,9 @@ def same_bits(names, device, file):
         train(one), train(many)
         mine, theirs = found(many), found(one)
         result[name] = differing(mine, theirs) if dist.get_rank() == 0 else []
+        view, x = many.generator("ema"), batch(7)[0].to(device)
+        if view is not None and not torch.equal(view(x), one.generator("ema")(x)):
+            result[name].append("what the generator draws")
         assert dist.get_rank() or len(mine) > 20
         if one.ledger().state_bytes != many.ledger().state_bytes:
             result[name].append("bytes a parameter")
@@ -206,28 +209,6 @@ def of_a_stranger(kind, folder, file):
 
 def equal(a, b):
     return torch.equal(a, b) if torch.is_tensor(a) else a == b
-
-
-def drawn(file):
-    """What the generator of a spread net gives, beside that of one that is not."""
-    meet()
-    one, many = start("stochastic", spread=False), start("stochastic", spread=True)
-    train(one), train(many)
-    view, other = many.generator("ema"), one.generator("ema")
-    x = batch(7)[0]
-    same = view is None or torch.equal(view(x), other(x))
-    told(file, {"same": bool(same)})
-
-
-def measured(names, file):
-    """{recipe: (bytes that the first rank holds, bytes that advise says)}."""
-    meet()
-    result = {}
-    for name in names:
-        x, y = batch(0)
-        sizes = sharding.held_and_said(start(name, spread=True), build(), (x,), y, dist.get_world_size())
-        result[name] = [sizes["held"], sizes["said"]]
-    told(file, result)
 
 
 def sharding_of_a_rank(*words):

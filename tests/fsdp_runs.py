@@ -88,29 +88,25 @@ RUN += ["--device", "cpu"]
 LOW = ["--pure_bf16", "--stochastic", "--opt8bit"]
 
 
-@pytest.fixture
-def run(ranks):
-    """run(world, *flags): train.py of a small task; on one process without torchrun where world is 0."""
+def on_ranks(ranks, kind, *fixed):
+    """train(world, *flags): train.py --fsdp of a task above; without torchrun where world is 0."""
     Path("lines.py").write_text(TASK)
-    task = ["--task", "lines.py:Lines", *RUN, *LOW]
+    task = ["--task", f"lines.py:{kind}", *RUN, *fixed]
 
     def train(world, *flags, name="run"):
         words = [*task, "--name", name, *map(str, flags)]
         return ranks(world, None, "--fsdp", *words) if world else command(*words)
 
-    same = ["--fsdp", *task, "--name", "run"]
-    train.start = lambda world, *flags: ranks.start(world, None, *same, *flags)
+    train.start = lambda world, *flags: ranks.start(world, None, "--fsdp", *task, "--name", "run", *flags)
     return train
+
+
+@pytest.fixture
+def run(ranks):
+    return on_ranks(ranks, "Lines", *LOW)
 
 
 @pytest.fixture
 def norms(ranks):
-    """norms(world, *flags): the same of the task of norms and tied weights."""
-    Path("lines.py").write_text(TASK)
-    task = ["--task", "lines.py:Norms", *RUN]
-
-    def train(world, *flags, name="run"):
-        words = [*task, "--name", name, *map(str, flags)]
-        return ranks(world, None, "--fsdp", *words) if world else command(*words)
-
-    return train
+    """Of the task of norms and tied weights."""
+    return on_ranks(ranks, "Norms")

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import many_ranks
@@ -43,6 +44,11 @@ def ranks():
         running.extend(found)
         return found
 
+    def one(*words):
+        begin.messages = Path(f"messages-{len(list(Path().glob('messages-*')))}").absolute()
+        running.append(ask("run", list(map(str, words)), {}, str(begin.messages)))
+        return running[-1]
+
     def alone(number, world, port, *words, job=None):
         begin.messages = Path("messages-alone").absolute()
         running.append(ask("rank", number, world, port, job, words, str(begin.messages), os.getcwd()))
@@ -67,10 +73,10 @@ def ranks():
         return Path(f"{begin.messages}.out").read_text()
 
     begin.start, begin.wait, begin.said, begin.printed = start, wait, said, printed
-    begin.alone, begin.torchrun, begin.port = alone, torchrun, lambda: ask("port")
+    begin.one, begin.alone, begin.torchrun, begin.port = one, alone, torchrun, lambda: ask("port")
     yield begin
     for number in list(running):
-        os.kill(number, signal.SIGKILL)
+        os.killpg(number, signal.SIGKILL)
         wait(number)
 
 
@@ -83,3 +89,16 @@ def told(ranks, world, job, *words):
 def ranks_messages(ranks):
     """What the ranks of the last job said."""
     return ranks.messages.read_text()[-9000:]
+
+
+def until(true, said=str):
+    """Wait. said: what to show where it does not come true."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, said()
+        time.sleep(0.01)
+
+
+def workers(number):
+    """The processes that a process has forked, in order."""
+    return list(map(int, Path(f"/proc/{number}/task/{number}/children").read_text().split()))

@@ -34,16 +34,11 @@ OF_METRICS = {
 }
 
 
+@pytest.mark.parametrize("file, steps", [("config.json", 3), ("summary.json", 2)])
 @pytest.mark.parametrize("name", JSON)
-def test_config_json(name, mine, capsys):
-    (mine / "config.json").write_bytes(JSON[name])
-    assert "config.json" in is_refused(capsys, again)
-
-
-@pytest.mark.parametrize("name", JSON)
-def test_summary_json(name, mine, capsys):
-    (mine / "summary.json").write_bytes(JSON[name])
-    assert "summary.json" in is_refused(capsys, lambda: again(steps=2))
+def test_json_that_is_damaged(file, steps, name, mine, capsys):
+    (mine / file).write_bytes(JSON[name])
+    assert file in is_refused(capsys, lambda: again(steps=steps))
 
 
 @pytest.mark.parametrize("name", OF_METRICS)
@@ -116,7 +111,7 @@ def bound(trained, monkeypatch):
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("r") as messages:
         monkeypatch.chdir(folder)
-        shutil.copytree(trained / "runs", "runs")
+        shutil.copytree(trained, "runs")
         np.savez("data.npz", **arrays())
 
         def act(*words):
@@ -199,8 +194,8 @@ def test_a_folder_that_is_taken_away_is_written_again(name, capsys):
 
 
 def test_another_run_in_the_place_of_ours_stays_as_it_is(trained, capsys):
-    assert spoiled(f"run.rename('runs/other'); shutil.copytree('{trained}/runs/run', run)") == 2
+    assert spoiled(f"run.rename('runs/other'); shutil.copytree('{trained}/run', run)") == 2
     line = line_of(capsys, 2)
     assert "another run is there now" in line
-    for path in (trained / "runs/run").glob("*.json*"):
+    for path in (trained / "run").glob("*.json*"):
         assert (Path("runs/run") / path.name).read_bytes() == path.read_bytes()

@@ -173,7 +173,7 @@ def test_the_file_of_a_task_that_a_checkpoint_names_is_not_run(verb, mine, capsy
     assert not Path("executed").exists()
 
 
-def test_a_strangers_checkpoint_writes_nowhere_else_and_sets_nothing(mine, trained, capsys):
+def test_a_strangers_checkpoint_writes_nowhere_else_and_sets_nothing(mine, capsys):
     """What --sample of one's own run gives is what a stranger's gives, whatever it says of the machine."""
     assert command("--sample", "runs/run", "--name", "own") == 0
     Path("elsewhere").mkdir()

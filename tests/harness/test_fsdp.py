@@ -9,10 +9,8 @@ import cli
 import pytest
 import rank_server
 import torch
-from cli import ROOT, assert_same, process
+from cli import ROOT, process
 from rank_server import ranks_messages, told
-
-from harness import shards
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 ranks = rank_server.ranks
@@ -29,7 +27,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("world", RECIPES)
 def test_any_number_of_ranks_trains_to_the_bits_of_one_that_spreads_nothing(world, ranks):
-    """Weights, average, moments and what completes weights, and the ledger's bytes a parameter."""
+    """Weights, average, moments and what completes weights, the ledger's bytes a parameter, what is drawn."""
     found = told(ranks, world, "same_bits", RECIPES[world], "cpu")
     assert found == {name: [] for name in RECIPES[world]}
 
@@ -51,20 +49,6 @@ def test_norms_and_telemetry_are_those_of_the_whole_net(ranks):
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
     assert told(ranks, 2, "overflow") == {"skipped": 1, "moved": []}
-
-
-def test_the_generator_draws_what_that_of_one_rank_draws(ranks):
-    assert told(ranks, 2, "drawn") == {"same": True}
-
-
-# ---- Memory ------------------------------------------------------------------------------------------------
-
-
-def test_a_rank_holds_the_bytes_that_advise_says(ranks):
-    names = ["fp32", "split", "stochastic opt8bit", "stochastic opt4bit"]
-    for name, (held, said) in told(ranks, 4, "measured", names).items():
-        # a block of codes that ranks share is held by each of them
-        assert held == pytest.approx(said, rel=0.04 if "bit" in name else 1e-12), name
 
 
 # ---- Checkpoints -------------------------------------------------------------------------------------------
@@ -119,16 +103,6 @@ def test_what_can_not_be_spread_is_refused_in_a_line(ranks):
     assert said.keys() == words.keys()
     for name, line in said.items():
         assert line and words[name] in line and "\n" not in line, (name, line)
-
-
-# ---- Parts -------------------------------------------------------------------------------------------------
-
-
-def test_a_tree_of_values_comes_back_from_json():
-    state = {"a": (1, 2.5, [None, True]), 3: {"x": torch.arange(3)}, "b": {"$odd": "name"}, "c": float("inf")}
-    tensors = {}
-    tree = json.loads(json.dumps(shards._taken_apart(state, tensors)))
-    assert_same(shards._put_together(tree, lambda leaf: tensors[leaf["$tensor"]]), state)
 
 
 # ---- On GPUs -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import fsdp_runs
 import pytest
 import rank_server
 from fsdp_runs import LOW, RUN, TASK
-from rank_server import ranks_messages
+from rank_server import ranks_messages, until, workers
 
 from harness import checkpoints
 
@@ -75,20 +75,8 @@ def test_a_killed_worker_ends_all_in_one_line(run, ranks):
     assert "Traceback" not in ranks.messages.read_text()
 
 
-def workers(number):
-    """The processes that a process has forked, in order."""
-    return list(map(int, Path(f"/proc/{number}/task/{number}/children").read_text().split()))
-
-
-def until(true, ranks):
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end, ranks_messages(ranks)
-        time.sleep(0.01)
-
-
 def checkpointed(ranks):
-    until(Path("runs/run/checkpoint.json").exists, ranks)
+    until(Path("runs/run/checkpoint.json").exists, lambda: ranks_messages(ranks))
 
 
 def test_a_rank_that_is_killed_before_they_met_ends_the_others(ranks):

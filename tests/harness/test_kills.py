@@ -7,20 +7,21 @@ import os
 import random
 import re
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
 
 import cli
 import pytest
+import rank_server
 from cli import ROOT, assert_same, checkpoint, command, metrics, process, summary
-from rank_server import ask
+from rank_server import ask, ranks_messages, until, workers
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from harness.checkpoints import read as read_checkpoint
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+ranks = rank_server.ranks
 RUN = "--task classify --batch_size 8 --sample_every 0 --warmup 0 --threads 1".split()
 RUN += ["--log_every", "2"]
 LONG = ["--steps", "50", "--pure_bf16", "--stochastic"]  # long enough to be met by a signal
@@ -36,46 +37,21 @@ def left_alone(tmp_path_factory):
 
 
 @pytest.fixture
-def start():
-    """start(*flags) -> the number of a process that trains; what is left of them ends with the test."""
-    started, files = [], {}
+def start(ranks):
+    """start(*flags) -> the number of a process that trains."""
 
-    def begin(*flags, **environment):
-        words = [*RUN, "--runs", os.path.abspath("runs"), "--name", "run", *map(str, flags)]
-        file = os.path.abspath(f"messages-{len(os.listdir())}")
-        started.append(ask("run", words, environment, file))
-        files[started[-1]] = Path(file)
-        return started[-1]
+    def begin(*flags):
+        return ranks.one(*RUN, "--runs", os.path.abspath("runs"), "--name", "run", *flags)
 
-    def wait(number):
-        started.remove(number)
-        files["last"] = files[number]
-        return ask("wait", number)
-
-    def said():
-        """The last line of the last process that was waited for, which left no traceback."""
-        text = files["last"].read_text()
-        assert "Traceback" not in text and "Exception" not in text, text[-3000:]
-        return re.split(r"[\r\n]+", text.strip())[-1]
-
-    begin.wait, begin.said = wait, said
-    yield begin
-    for number in started:
-        os.killpg(number, signal.SIGKILL)
-        ask("wait", number)
+    begin.wait, begin.said = ranks.wait, lambda: last_line(ranks.messages)
+    return begin
 
 
-def until(true, seconds=60):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def workers(number):
-    """The processes that a process has forked."""
-    children = Path(f"/proc/{number}/task/{number}/children")
-    return [int(word) for word in children.read_text().split()] if children.exists() else []
+def last_line(messages):
+    """Of a file of messages, which holds no traceback."""
+    text = messages.read_text()
+    assert "Traceback" not in text and "Exception" not in text, text[-3000:]
+    return re.split(r"[\r\n]+", text.strip())[-1]
 
 
 def has_logged(count=2):
@@ -260,36 +236,27 @@ def test_where_there_are_no_locks_it_says_so_and_goes_on(monkeypatch, capsys):
     assert "can't be locked here (No locks available)" in capsys.readouterr().err
 
 
-def two_ranks(start, *flags):
-    """The numbers of the two processes of one run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    return [start(*flags, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
-
-
-def test_ranks_share_one_lock_and_one_that_is_killed_ends_them_all(start):
-    flags = ["--steps", 10**6, "--checkpoint_every", 2]
-    first = two_ranks(start, *flags)
+def test_ranks_share_one_lock_and_one_that_is_killed_ends_them_all(start, ranks):
+    flags = [*RUN, "--name", "run", "--steps", 10**6, "--checkpoint_every", 2]
+    first = ranks.start(2, None, *flags)
+    messages = ranks.messages
     until(has_logged(2))
-    second = two_ranks(start, *flags)
-    assert [start.wait(number) for number in reversed(second)] == [2, 2]
-    assert "runs/run is in use by process" in start.said()
+    assert ranks(2, None, *flags) == [2, 2]
+    assert "runs/run is in use by process" in last_line(ranks.messages)
     os.kill(first[1], signal.SIGKILL)
-    assert start.wait(first[1]) == -9 and start.wait(first[0]) == 2
-    assert "another process of this run has ended; the same command resumes" in start.said()
+    assert ranks.wait(first[1]) == -9 and ranks.wait(first[0]) == 2
+    assert "another process of this run has ended; the same command resumes" in last_line(messages)
     done = checkpoint()["step"]
     assert start.wait(start("--steps", done + 1)) == 0  # on one rank, too
 
 
-def test_a_rank_killed_at_any_moment_under_fsdp_resumes_bit_for_bit(start):
-    flags = ["--fsdp", "--steps", 8, "--checkpoint_every", 2, "--pure_bf16", "--stochastic"]
-    assert list(map(start.wait, two_ranks(start, *flags, "--name", "whole"))) == [0, 0], start.said()
+def test_a_rank_killed_at_any_moment_under_fsdp_resumes_bit_for_bit(ranks):
+    flags = [*RUN, "--fsdp", "--steps", 8, "--checkpoint_every", 2, "--pure_bf16", "--stochastic", "--name"]
+    assert ranks(2, None, *flags, "whole") == [0, 0], ranks_messages(ranks)
     seed = random.randrange(10**6)
     print("seed", seed)
     draw = random.Random(seed)
-    numbers = two_ranks(start, *flags)
+    numbers = ranks.start(2, None, *flags, "run")
     until(has_logged(draw.randrange(3)))
     time.sleep(draw.uniform(0, 0.1))
     killed = numbers.pop(draw.randrange(2))
@@ -298,9 +265,9 @@ def test_a_rank_killed_at_any_moment_under_fsdp_resumes_bit_for_bit(start):
     os.kill(numbers[0], signal.SIGTERM)
     late = threading.Timer(5, os.kill, (numbers[0], signal.SIGKILL))
     late.start()
-    ends = start.wait(killed), start.wait(numbers[0])
+    ends = ranks.wait(killed), ranks.wait(numbers[0])
     late.cancel()
-    assert list(map(start.wait, two_ranks(start, *flags))) == [0, 0], start.said()
+    assert ranks(2, None, *flags, "run") == [0, 0], ranks_messages(ranks)
     one, other = (read_checkpoint(f"runs/{name}") for name in ("run", "whole"))
     assert one["step"] == other["step"] == 8
     assert_same(one["precision"], other["precision"])

@@ -92,11 +92,7 @@ def test_what_one_process_does_is_refused_in_one_line(verb, ranks):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with the run of a teacher that is hardly trained."""
-    folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        cli.shorten(patch.setattr)
-        assert command(*QUICK, "--runs", folder, "--name", "teacher", "--steps", 2) == 0
-    return folder
+    return cli.trained_once(tmp_path_factory, {"teacher": [*QUICK, "--steps", 2]})
 
 
 def test_reflow_draws_and_learns_what_one_does_and_resumes(teachers, two):

@@ -47,17 +47,6 @@ def test_lines_of_json():
             run_folder.read_lines(path)
 
 
-def test_json_that_is_no_object():
-    for bad in (b"[1]", b"{", b"\xff"):
-        Path("x.json").write_bytes(bad)
-        with pytest.raises(Refused, match="x.json"):
-            run_folder.read_json("x.json")
-    with pytest.raises(Refused, match="no.json"):
-        run_folder.read_json("no.json")
-    run_folder.write_json("x.json", {"a": math.inf})
-    assert run_folder.read_json("x.json") == {"a": math.inf} and not list(Path().glob("*.part"))
-
-
 # ---- Lines of metrics --------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import cli
-import common
 import generating
 import pytest
 import torch
@@ -42,19 +41,14 @@ DISTILL = ["--task", "distill", "--teacher", TEACHER]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Runs that are hardly trained, made once."""
-    folder = tmp_path_factory.mktemp("trained")
-
-    def quickly(steps, *flags):
-        assert command(*QUICK, "--runs", folder, "--steps", steps, *flags) == 0
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
-        cli.shorten(patch.setattr)
-        quickly(1, "--name", "teacher")
-        quickly(1, *"--name backward --velocity noise-clean --pure_bf16 --guidance 2".split())
-        quickly(1, *f"--name half2 --task distill --teacher {folder}/teacher --teacher_steps 4".split())
-    return folder
+    """Runs that are hardly trained."""
+    runs = {
+        "teacher": "",
+        "backward": "--velocity noise-clean --pure_bf16 --guidance 2",
+        "half2": "--task distill --teacher teacher --teacher_steps 4",
+    }
+    runs = {name: [*QUICK, "--steps", 1, *flags.split()] for name, flags in runs.items()}
+    return cli.trained_once(tmp_path_factory, runs)
 
 
 def student(*flags, name="run", steps=4):

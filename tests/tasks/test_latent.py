@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import cli
 import common
@@ -44,13 +43,8 @@ IN_LATENTS = ["--vae", "runs/vae", *QUICK]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folder of a run of --task vae that knows digits a little, made once."""
-    folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
-        cli.shorten(patch.setattr)
-        flags = ["--batch_size", 32, "--lr", 3e-3, "--ema_decay", 0.9, "--runs", folder, "--name", "vae"]
-        assert command(*VAE, *flags, "--steps", 60, "--log_every", 10, "--sample_every", 30) == 0
-    return folder / "vae"
+    flags = "--batch_size 32 --lr 3e-3 --ema_decay 0.9 --steps 60 --log_every 10 --sample_every 30".split()
+    return cli.trained_once(tmp_path_factory, {"vae": [*VAE, *flags]}) / "vae"
 
 
 @pytest.fixture
@@ -247,10 +241,3 @@ def test_data_and_size_are_the_vaes_unless_given(vae, capsys):
     said = capsys.readouterr().out
     assert "--image_size=8" in said.split() and "--data=digits" in said.split() and "--latent_scale=" in said
     assert "-vae_vae-latent_scale" in said
-
-
-def test_pixels_change_nothing(digits):
-    space, images = latent_space.Pixels(digits), batch(digits)[0]
-    same = SimpleNamespace()
-    assert space.draw(images, same) is images and space.decode(images) is images
-    assert space.train_set(digits.train, "cpu") is digits.train and space.shape == (1, 8, 8)
