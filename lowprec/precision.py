@@ -558,6 +558,8 @@ class Precision:
         weights = self._checked_weights(state)
         for name, average in self.averages.items():
             average.check_state(state["averages"][name])
+        for part in self.parts:
+            part.check_state(state)
         if state.get("finish", self.finished) != self.finished:
             FINISH.load()(self, state["finish"], state["optimizer"])
         self.optimizer.load_state_dict(state["optimizer"])  # which refuses the state of another recipe first

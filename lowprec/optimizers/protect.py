@@ -101,7 +101,7 @@ class Protected(Peer):
 
         def written(p, q):
             way = WAYS[self.update] if p.dtype == torch.bfloat16 else ALONE
-            if _is_wrapper(p):
+            if is_traceable_wrapper_subclass(p):  # quantised weights of torchao and SDNQ
                 p.copy_(q)
             elif way is ALONE:
                 flat = p.flatten()
@@ -213,15 +213,10 @@ def _move_states(states, pairs):
             states[after] = own
 
 
-def _is_wrapper(p):
-    """Whether a tensor is made of others, as the quantised weights of torchao and SDNQ."""
-    return is_traceable_wrapper_subclass(p)
-
-
 def _copy(p, low=None):
     """An fp32 parameter of the value of p and its low part; of an fp32 one in the same memory."""
     value = p.detach()
-    value = value.dequantize().float() if _is_wrapper(p) else exact_weight(value, low)
+    value = value.dequantize().float() if is_traceable_wrapper_subclass(p) else exact_weight(value, low)
     q = nn.Parameter(value)
     vars(q).update(vars(p))  # marks that a program has put on it
     return q
@@ -243,7 +238,7 @@ def _check_optimizer(inner):
 
 
 def _check_parameter(p, optimizer):
-    if not _is_wrapper(p):
+    if not is_traceable_wrapper_subclass(p):
         if p.requires_grad:
             check_dtypes([p], optimizer)
     elif type(p).dequantize is torch.Tensor.dequantize:

@@ -110,6 +110,9 @@ class Part:
         """`saved`, a state_dict of the net, as one for the net whose state_dict is `own`."""
         return saved
 
+    def check_state(self, state):
+        """Raise Refused where the state of a run can't be loaded. Nothing has been changed yet."""
+
     def load_state_dict(self, state):
         """Take its own of the state of a run, which may have been saved without this part."""
 
