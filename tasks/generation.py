@@ -9,6 +9,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from harness.flags import Flag, amount, several, share, thousand
 from lowprec.errors import Refused
@@ -342,7 +343,8 @@ class Generation(Task):
         images = []
         first = None  # what the net drew in the first batch
         trace = []
-        for start in range(0, c.samples, c.sample_batch):
+        starts = range(0, c.samples, c.sample_batch)
+        for start in tqdm(starts, "drawing", leave=False, unit="batch", dynamic_ncols=True):
             part = slice(start, start + c.sample_batch)
             traced = trace if first is None else None
             net = given(model, None if condition is None else condition[part])
