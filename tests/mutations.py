@@ -146,12 +146,12 @@ def nearest(mutation, record, folder):
     return list(dict.fromkeys((*record["killed_by"], *near)))
 
 
-def try_all(copy, mutations, files, minutes, again=True):
+def try_all(copy, mutations, records, files, minutes, again=True):
     """Try mutations until the time is over, each against its nearest tests until some fail. Returns how many
     survive. again: also against tests that missed them before.
     """
     end = time.monotonic() + 60 * minutes
-    records, survivors = read_records(mutations), 0
+    survivors = 0
     for name, mutation in mutations.items():
         record, survives = records[name], True
         tests = nearest(mutation, record, copy)[:files]
@@ -211,7 +211,10 @@ def main():
         report(mutations)
         return 0
     records = read_records(mutations)
-    chosen = [name for name in given.only or mutations if not (given.open and records[name]["killed_by"])]
+    chosen = given.only or list(mutations)
+    if given.open:
+        chosen = [name for name in chosen if not records[name]["killed_by"]]
+        chosen.sort(key=lambda name: len(records[name]["missed_by"]))
     sys.dont_write_bytecode = True  # a file that changes within a second would be taken for its old self
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     torch.set_num_threads(1)
@@ -222,7 +225,7 @@ def main():
         copy_repository(copy)
         there = everything(copy)
         chosen = {name: there[name] for name in chosen}
-        survivors = try_all(copy, chosen, given.files, given.minutes, again=not given.open)
+        survivors = try_all(copy, chosen, records, given.files, given.minutes, again=not given.open)
     print(f"{survivors} of {len(chosen)} survive")
     return int(survivors > ALLOWED)
 
