@@ -125,10 +125,6 @@ class SegmentationUNet(UNet):
 def segmentation_unet(channels, num_classes, image_size, size=None, dims=2):
     size = size or "tiny"
     widths, res_units = of_size("unet (segment)", size, SEGMENTATION_UNETS)
-    if num_classes < 2:
-        raise Refused(
-            f"segmentation needs at least 2 classes, background included; the data has {num_classes}"
-        )
     factor = 2 ** (len(widths) - 1)
     # At twice the factor the lowest map is 2x2: instance norm of a single pixel is undefined, and torch
     # refuses it.

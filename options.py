@@ -15,6 +15,7 @@ from harness.flags import (
     path,
     positive,
     seed,
+    side,
 )
 from lowprec.optimizers.build import OPTIMIZERS
 
@@ -59,7 +60,7 @@ TASK_FLAGS = (
         "image_size",
         None,
         "resize images to this side (default: the data's own; 64 for folders and volumes)",
-        type=natural,
+        type=side,
         often=True,
     ),
     Flag(
@@ -134,6 +135,7 @@ TRAINING_FLAGS = (
         "what it shrinks: matrices spares norms, biases and embeddings",
         choices=("matrices", "all"),
         titled=True,
+        needs="weight_decay",
     ),
     training_flag(
         "init_scale",

@@ -188,6 +188,7 @@ PRECISION_FLAGS = (
         "halves the bytes of these",
         to="method",
         type=checked(int, lambda v: 0 <= v <= 4096, "a whole number, 0 to 4096"),
+        needs="finetune",
     ),
     precision_flag(
         "set",
@@ -218,8 +219,6 @@ def check_options(wanted, config):
         given = getattr(config, flag)
         if given != idle and wanted[site] != value:
             raise Refused(f"--{flag} {given:g} belongs to {owner}: add that, or drop it")
-    if config.lora and not getattr(config, "finetune", None):
-        raise Refused(f"--lora {config.lora} trains adapters beside trained weights: add --finetune RUN")
 
 
 def check_origin(wanted, before, said="", draws=False):

@@ -221,12 +221,12 @@ def settle(values, typed=False):
             raise Refused(
                 "--batch_size auto is a number once a run begins, and this is none yet: give a number"
             )
-    _refuse_idle(config, known)
+    _refuse_idle(kind, config, known)
     kind.check(config)
     return Run(kind, known, config, recipe_of_run(config, known, kind.sites))
 
 
-def _refuse_idle(config, known):
+def _refuse_idle(kind, config, known):
     """Raise Refused for a flag that does nothing beside the others."""
     optimizers = classes_of(config.optimizer)
     takes_betas = any("betas" in inspect.signature(one).parameters for one in optimizers)
@@ -239,11 +239,16 @@ def _refuse_idle(config, known):
         if value != known[flag].default and not taken:
             has_none = f"--{flag} {value:g}: --optimizer {config.optimizer} has no {flag}"
             raise Refused(f"{has_none}; drop it, or choose {takers}")
-    if config.weight_decay_on != known["weight_decay_on"].default and not config.weight_decay:
-        raise Refused(
-            f"--weight_decay_on {config.weight_decay_on}: nothing decays without --weight_decay; add that, "
-            "or drop it"
-        )
+    alone = []  # (what was typed, the flag without which it does nothing)
+    for row in known.rows:
+        value = getattr(config, row.name)
+        if row.needs and value != row.default:
+            alone.append((f"--{row.name} {value}", row.needs))
+    for setting in config.set:
+        alone.append((f"--set {setting}", kind.needs.get(setting.partition("=")[0])))
+    for typed, needed in alone:
+        if needed and getattr(config, needed) == known[needed].default:
+            raise Refused(f"{typed} does nothing without --{needed}: add that, or drop it")
 
 
 # ---- A net without a run -----------------------------------------------------------------------------------

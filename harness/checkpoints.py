@@ -117,9 +117,14 @@ def _checked(found, path):
 # ---- Whether it fits a run ---------------------------------------------------------------------------------
 
 
-def check_whole(checkpoint, source):
-    """Raises Refused for a checkpoint of a run with --lora: its average is that of the adapters alone."""
+def check_whole(checkpoint, source, tasks=None):
+    """Raises Refused for a checkpoint of a run with --lora: its average is that of the adapters alone; and of
+    another task than `tasks`, where these are given.
+    """
     config = checkpoint["config"]
+    if tasks and config.get("task") not in tasks:
+        other = f"{source} was trained with --task {config.get('task')}"
+        raise Refused(f"{other}: give a run of --task {' or '.join(tasks)}")
     if config.get("lora"):
         adapters = f"{source} holds adapters beside a frozen net (--lora {config['lora']})"
         instead = f"give the run that it was finetuned from, {config.get('finetune')}"

@@ -50,7 +50,8 @@ class Flag:
     "diagnose", beside what `kind` allows. often: whether most runs need it, so that --help shows it. titled:
     whether the flag's own name precedes its value in the folder's name, as numbers always have it. fits:
     whether weights fit only runs with the same value, so that --finetune and --teacher compare it. to: who
-    takes it as a keyword of the same name, "recipe", "method" or "scaler".
+    takes it as a keyword of the same name, "recipe", "method" or "scaler". needs: the flag without which it
+    does nothing.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Flag:
     titled: bool = False
     fits: bool = False
     to: str = ""
+    needs: str = ""
 
     def __post_init__(self):
         if self.kind not in FLAG_KINDS or self.group not in FLAG_GROUPS:
@@ -163,6 +165,7 @@ crowd_or_auto = checked(
     lambda v: v == "auto" or 0 < v <= TEN_MILLION,
     f"a whole number above 0, up to {TEN_MILLION}, or auto",
 )
+side = checked(int, lambda v: 8 <= v <= LARGEST_WHOLE, f"a whole number from 8 to {LARGEST_WHOLE}")
 thousand = checked(int, lambda v: 0 < v <= 1000, "a whole number from 1 to 1000")
 few = checked(int, lambda v: 0 <= v <= 1000, "a whole number from 0 to 1000")
 seed = checked(int, lambda v: 0 <= v < 2**63, "a whole number, 0 or more, below 2**63")
@@ -175,7 +178,8 @@ fraction = checked(float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
 def of_size(net, size, sizes):
     """What a net of this --size is built of. sizes: {--size: that}."""
     if size not in sizes:
-        raise Refused(f"unknown size {size!r} for {net}; choose one of {', '.join(sizes)}")
+        instead = f"choose one of {', '.join(sizes)}" if sizes else "it has one: drop --size"
+        raise Refused(f"unknown size {size!r} for {net}; {instead}")
     return sizes[size]
 
 

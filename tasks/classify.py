@@ -41,8 +41,6 @@ CNNS = {"tiny": ((32, 64, 128), 1), "small": ((64, 128, 256), 2), "base": ((128,
 def cnn(channels, num_classes, image_size, size=None):
     """x [B, C, H, W] -> logits [B, num_classes]. Each stage but the first begins by halving the image."""
     widths, depth = of_size("cnn", size or "tiny", CNNS)
-    if image_size < 4:
-        raise Refused(f"image size {image_size} is too small for cnn, which halves it twice: use 8 or more")
     layers = OrderedDict()
     before = channels
     for stage, width in enumerate(widths):
@@ -73,7 +71,7 @@ def resnet18(channels, num_classes, image_size, size=None):
     from torchvision.models import resnet18
 
     if size is not None:
-        raise Refused(f"resnet18 has one size, and no {size!r}: drop --size, or take --model cnn or vit")
+        of_size("resnet18", size, {})
     net = resnet18(num_classes=num_classes)
     if image_size < 64:
         net.conv1 = nn.Conv2d(channels, 64, kernel_size=3, stride=1, padding=1, bias=False)

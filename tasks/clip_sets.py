@@ -132,14 +132,14 @@ def folder(root, size, frames, white=folders.WHITE_16_BIT):
     out. Raises Refused.
     """
     root = Path(root).expanduser()
-    clips, masks = _clips(root)
+    clips, masks = _clips(root, frames)
     paths = list(chain(*clips.values()))
     mask_paths = list(chain(*masks.values()))
     seen, seen_masks = folders.survey(paths, mask_paths)
     about = dict(zip([*paths, *mask_paths], [*seen, *seen_masks], strict=True))
     ids = dict.fromkeys(clips)  # {clip: the values of its masks}
     for name, files in clips.items():
-        _check_clip(name, files, frames, about)
+        _check_clip(files, about)
         if masks:
             ids[name] = _ids(root, name, files, masks[name], about)
 
@@ -162,17 +162,20 @@ def folder(root, size, frames, white=folders.WHITE_16_BIT):
     return Videos(name, train, heldout, size, frames, bool(masks), digest, notes=notes)
 
 
-def _clips(root):
-    """({clip: frames}, {clip: masks}), by name; the second is empty where there is no folder of masks."""
+def _clips(root, frames):
+    """({clip: frames}, {clip: masks}), by name; the second is empty where there is no folder of masks.
+    Refuses a clip of fewer than `frames`.
+    """
     folders.check_layout(root, "labels", "folder")
     clips = _folders_of(root, folders.IMAGE_SUFFIXES)
     clips.pop("masks", None)
-    if not clips:
-        raise Refused(f"{root} holds no clips: give {root / 'CLIP' / 'FRAME.png'}, a folder of frames a clip")
+    frame = root / "CLIP" / "FRAME.png"
+    folders.some_of(clips, root, "clips", f"give {frame}, a folder of frames a clip")
     for name, files in clips.items():
-        if len(files) < 2:
-            held = "one frame" if files else "no frames"
-            raise Refused(f"clip {root / name} has {held}: give it at least two, or remove it")
+        if len(files) < frames:
+            instead = f"give --frames {len(files)}" if len(files) > 1 else "give it more"
+            short = f"{root / name} has {len(files)} frames, and --frames is {frames}"
+            raise Refused(f"{short}: {instead}, or remove it")
     if not (root / "masks").is_dir():
         return clips, {}
     found = _folders_of(root / "masks", folders.MASK_SUFFIXES)
@@ -211,21 +214,12 @@ def _in_order(root, name, frames, masks):
     return [by_stem[path.stem] for path in frames]
 
 
-def _check_clip(name, files, frames, about):
-    """Refuse a clip that is too short, or whose frames differ in size."""
-    first = about[files[0]]
+def _check_clip(files, about):
+    """Refuse a clip whose frames differ in size."""
+    first = about[files[0]].size
     for path in files:
-        its = about[path]
-        if (its.width, its.height) != (first.width, first.height):
-            raise Refused(
-                f"clip {name}: {path} is {its.width}x{its.height}, and {files[0].name} is "
-                f"{first.width}x{first.height}: make the frames of a clip one size"
-            )
-    if len(files) < frames:
-        raise Refused(
-            f"clip {files[0].parent} has {len(files)} frames, and --frames is {frames}: give --frames "
-            f"{len(files)}, or remove it"
-        )
+        size = about[path].size
+        folders.check_sizes(size == first, f"frame {path}", size, f"frame {files[0].name}", first)
 
 
 def _ids(root, name, files, masks, about):
@@ -234,8 +228,5 @@ def _ids(root, name, files, masks, about):
     seen = [about[path] for path in files]
     seen_masks = [about[path] for path in masks]
     folders.check_extents(triples, seen, seen_masks)
-    where = root / "masks" / name
-    values = folders.distinct_values(where, [mask.values for mask in seen_masks])
-    if not (values != 0).any():
-        raise Refused(f"the masks of {where} show no instance, 0 alone: number the objects from 1")
+    values = folders.mask_values(root / "masks" / name, [mask.values for mask in seen_masks])
     return values[values != 0]

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from harness.flags import Flag
-from lowprec.errors import Refused
 
 CONDITION_FLAG = Flag(
     "condition",
@@ -27,19 +26,6 @@ CONDITION_FLAG = Flag(
     choices=("none", "blurred", "halved", "masks", "inputs"),
     fits=True,
 )
-
-
-def check_condition(config, allowed):
-    """Raise Refused for flags that don't go together. allowed: whether the task takes --condition."""
-    if config.condition == "none":
-        return
-    if not allowed:
-        raise Refused(
-            f"--task {config.task} draws from noise alone, and --condition {config.condition} stands for an "
-            "image beside it: give a teacher that was trained without it"
-        )
-    if config.vae:
-        raise Refused("--condition shows the net pixels, and --vae trains in latents: drop one of the two")
 
 
 def channels(kind, data):

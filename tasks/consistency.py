@@ -16,7 +16,7 @@ from lowprec.errors import Refused
 from lowprec.recipes import Site
 from lowprec.rounding import Stream, stream
 from tasks.generation import TIMESTEPS
-from tasks.students import TEACHER, Student
+from tasks.students import OWN_TIMES, TEACHER, Student
 
 MOST_INTERVALS = 1280  # s1 of arXiv 2310.14189, table 1
 HUBER_C = 0.00054  # c of its section 3.3, for a root mean square over pixels
@@ -75,7 +75,7 @@ class Consistency(Student):
         ),
     )
     sites = {**Student.sites, **CONSISTENCY_SITES}
-    draws_times = False
+    rules = (*Student.rules, OWN_TIMES)
     _target = None  # the Target of the run, made when it is asked for first
     _first = None  # the noise of the images that are being drawn
 

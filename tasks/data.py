@@ -75,29 +75,27 @@ def load(
     """
     if targets not in ("labels", "masks", "inputs"):
         raise ValueError(f"targets are labels, masks or inputs, not {targets!r}")
-    if image_size is not None and image_size < 8:
-        raise Refused(f"image size {image_size} is too small: give at least 8")
     word, _, where = spec.partition(":")
     if word not in DATA_SETS:
+        instead = f"choose one of {', '.join(known.form for known in DATA_SETS.values())}"
         if spec and os.path.exists(spec):
-            raise Refused(f"unknown data set {spec!r}: did you mean folder:{spec}")
-        forms = ", ".join(known.form for known in DATA_SETS.values())
-        raise Refused(f"unknown data set {spec!r}: choose one of {forms}")
-    form, loader, has_masks = DATA_SETS[word]
+            instead = f"did you mean folder:{spec}"
+        raise Refused(f"unknown data set {spec!r}: {instead}")
+    form, loader, gives = DATA_SETS[word]
     optional = "[" in form
     takes_path = ":" in form
     if takes_path != bool(where) and not optional:
         raise Refused(f"{word} {'needs a' if takes_path else 'takes no'} path: write --data {form}")
-    if targets == "masks" and not has_masks:
-        raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
-    if reading.get("dims") == 3 and word not in ("nifti", "synthetic"):
-        raise Refused(f"--dims 3 takes volumes, and {word} has images: use --data nifti:PATH")
-    if targets == "inputs" and word != "folder":
-        raise Refused(f"{word} has no pairs: use --data folder:PATH with PATH/inputs and PATH/targets")
+    wanted = [targets, "volumes"] if reading.get("dims") == 3 else [targets]
+    for what in wanted:
+        if what not in gives:
+            raise Refused(f"{word} has no {what}: {WHERE_ELSE[what]}")
     # an unknown ~name stays as it is, and is no folder
     path = Path(os.path.expanduser(where)) if where else None
     wish = Wish(path, targets, image_size, seed, **reading)
     taken = {"folder": READING, "nifti": ("skip_broken",), "dicom": ("skip_broken",)}.get(word, ())
+    if targets != "labels":  # each image has one file of them
+        taken = [flag for flag in taken if flag not in ("pages", "labels")]
     refuse_ways_to_read_files(wish, taken)
     return loader(wish)
 
@@ -111,7 +109,8 @@ def refuse_ways_to_read_files(wish, taken=()):
     """
     for flag in READING:
         if getattr(wish, flag) != Wish._field_defaults[flag] and flag not in taken:
-            raise Refused(f"--{flag} says how image files are read, of --data folder:PATH: drop it")
+            alone = ", without masks or inputs" if flag in ("pages", "labels") else ""
+            raise Refused(f"--{flag} says how image files are read, of --data folder:PATH{alone}: drop it")
 
 
 # ---- Built in ----------------------------------------------------------------------------------------------
@@ -189,10 +188,6 @@ def _image_folder(wish):
     folders.check_layout(wish.path, wish.targets, "folder", wish.labels)
     if wish.targets == "labels":
         return _labelled_folder(wish)
-    for flag in ("pages", "labels"):
-        if getattr(wish, flag) != Wish._field_defaults[flag]:
-            own = f"each image has one file of {wish.targets} of its own"
-            raise Refused(f"--{flag} {getattr(wish, flag)}: {own}; drop it")
     return _masked_folder(wish) if wish.masks else _paired_folder(wish)
 
 
@@ -204,7 +199,7 @@ def _masked_folder(wish):
     looks = folders.survey(images, masks, broken_too=True)
     notes, triples, seen, seen_masks = folders.without_broken(wish.skip_broken, triples, *looks)
     folders.check_extents(triples, seen, seen_masks)
-    values = folders.mask_values(root, [mask.values for mask in seen_masks])
+    values = folders.mask_values(root / "masks", [mask.values for mask in seen_masks])
     chosen = folders.held_out_names(root, [name for name, _, _ in triples])
     targets = [mask.sha256 for mask in seen_masks]
     return _of_files(wish, triples, seen, targets, chosen, values.tolist(), notes, values)
@@ -304,7 +299,7 @@ def _volumes(wish, kind, rows):
     targets = torch.cat([look.targets for look in looks]).long()
     values = []
     if wish.masks:
-        values = folders.mask_values(root, [look.values for look in looks])
+        values = folders.mask_values(root / "masks", [look.values for look in looks])
         targets = torch.from_numpy(np.searchsorted(values, targets.numpy()).astype(np.uint8))
     held = _held_slices(root, owners)
     train = Tensors(images[~held], targets[~held], size)
@@ -320,7 +315,7 @@ def _whole_volumes(wish, kind, rows):
     root = wish.path
     looks = [volumes.read(file, mask_file) for _, file, mask_file in rows]
     notes, rows, looks = folders.without_broken(wish.skip_broken, rows, looks)
-    values = folders.mask_values(root, [look.mask.unique().numpy() for look in looks])
+    values = folders.mask_values(root / "masks", [look.mask.unique().numpy() for look in looks])
     chosen = folders.held_out_names(root, [name for name, _, _ in rows], "volume")
     content = [(name, *map(folders.sha256, files)) for name, *files in rows]
     train, heldout = [], []
@@ -356,8 +351,7 @@ def _seen_volume(name, file, mask_file, size):
         volume, _ = folders.decode_volume(file)  # [Z, Y, X]
         unit = folders.unit_range(volume)
         keep = (unit > 0.1).mean((1, 2)) >= 0.02
-        if not keep.any():
-            raise Refused(f"volume {file} has no slice with anything to see: remove it")
+        folders.some_of(keep.any(), file, "slice with anything to see", "remove it")
         images = square(torch.from_numpy(unit[keep]).float()[:, None] * 2 - 1, size)
         content = [name, folders.sha256(file)]
         if mask_file is None:
@@ -385,17 +379,22 @@ def _held_slices(root, owners):
 class _Set(NamedTuple):
     form: str
     load: object
-    has_masks: bool = False
+    gives: tuple = ("labels",)  # targets, and whether as volumes
 
 
+WHERE_ELSE = {  # what a set may lack: where it is
+    "masks": "to segment use --data synthetic, folder:PATH or nifti:PATH",
+    "inputs": "use --data folder:PATH, pairs in PATH/inputs and PATH/targets",
+    "volumes": "--dims 3 takes --data nifti:PATH",
+}
 DATA_SETS = {
     "digits": _Set("digits", _digits),
-    "synthetic": _Set("synthetic", _synthetic, has_masks=True),
-    "folder": _Set("folder:PATH", _image_folder, has_masks=True),
+    "synthetic": _Set("synthetic", _synthetic, ("labels", "masks", "volumes")),
+    "folder": _Set("folder:PATH", _image_folder, ("labels", "masks", "inputs")),
     "cifar10": _Set("cifar10:PATH", cifar10),
     "mnist": _Set("mnist:PATH", mnist),
     "fashion_mnist": _Set("fashion_mnist[:PATH]", fashion_mnist),
     "medmnist": _Set("medmnist:FILE.npz", medmnist),
-    "nifti": _Set("nifti:PATH", _nifti, has_masks=True),
+    "nifti": _Set("nifti:PATH", _nifti, ("labels", "masks", "volumes")),
     "dicom": _Set("dicom:PATH", _dicom),
 }

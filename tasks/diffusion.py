@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from harness.flags import Flag, amount
-from lowprec.errors import Refused
 from lowprec.machine import monai_alone
 from lowprec.recipes import Site
 from lowprec.rounding import DTYPE_OF_NAME
+from lowprec.rules import Rule
 from tasks.generation import TIMESTEPS, Generation
 
 # relative error of 1 - alphas_cumprod: 1e-4 at t = 0, which fp32 forms from a number next to 1 to 1e-3
@@ -104,6 +104,12 @@ SCHEDULER = Site(
 )
 
 
+def _nearest_divisor(steps):
+    """Of TIMESTEPS."""
+    divisors = [n for n in range(1, TIMESTEPS + 1) if TIMESTEPS % n == 0]
+    return min(divisors, key=lambda n: abs(n - steps))
+
+
 class DDPM(Generation):
     """Noise prediction at whole timesteps t in [0, TIMESTEPS), drawn by DDIM."""
 
@@ -111,6 +117,14 @@ class DDPM(Generation):
         Flag("min_snr", 5.0, "gamma of min-SNR weighting for ddpm, 0 for none", "generation", type=amount),
     )
     sites = {**Generation.sites, "scheduler": SCHEDULER}
+    rules = (
+        *Generation.rules,
+        Rule(
+            lambda c: TIMESTEPS % c.sample_steps,
+            lambda c: f"--sample_steps {c.sample_steps}: MONAI's DDIM steps are {TIMESTEPS} // steps apart, "
+            f"so ddpm needs a divisor; use {_nearest_divisor(c.sample_steps)}",
+        ),
+    )
     limits = {
         **Generation.limits,
         # relative RMS change of the images drawn with the noise schedule as one use leaves it
@@ -129,19 +143,6 @@ class DDPM(Generation):
         self.scheduler = DDIMScheduler(num_train_timesteps=TIMESTEPS, clip_sample=self.space.bounded)
         # ours, for weights: out of reach of that cast
         self.schedule = self.scheduler.alphas_cumprod.double().clone()
-
-    @classmethod
-    def check(cls, config):
-        super().check(config)
-        steps = config.sample_steps
-        if TIMESTEPS % steps == 0:
-            return
-        divisors = [n for n in range(1, TIMESTEPS + 1) if TIMESTEPS % n == 0]
-        nearest = min(divisors, key=lambda n: abs(n - steps))
-        raise Refused(
-            f"--sample_steps {steps}: MONAI's DDIM steps are {TIMESTEPS} // steps apart, so ddpm needs a "
-            f"divisor; use {nearest}"
-        )
 
     def draw_timesteps(self, rng, n):
         return self.bin_timesteps(rng.uniform(n))

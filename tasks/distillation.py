@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from lowprec.errors import Refused
+from lowprec.rules import Rule
 from tasks.diffusion import RFlow
 from tasks.generation import BINS, TIMESTEPS
-from tasks.students import FLOWS, TEACHER, TEACHER_STEPS, Student
+from tasks.students import FLOWS, OWN_TIMES, TEACHER, TEACHER_STEPS, Student
 
 FIRST_STEPS = 8  # of a teacher that draws in any number
 
@@ -32,7 +33,20 @@ class Distill(Student):
     """
 
     needs_teacher = True
-    draws_times = False
+    rules = (
+        *Student.rules,
+        OWN_TIMES,
+        Rule(
+            lambda c: c.teacher_steps % 2,
+            lambda c: f"--teacher_steps {c.teacher_steps}: two of the teacher's steps make one of the "
+            f"student's; use {c.teacher_steps + 1}",
+        ),
+        Rule(
+            lambda c: c.perceptual,
+            "--perceptual compares clean images, and --task distill learns where its teacher goes: drop "
+            "--perceptual",
+        ),
+    )
 
     flags = (TEACHER, TEACHER_STEPS)
     teachers = (*FLOWS, "distill")
@@ -71,21 +85,6 @@ class Distill(Student):
             steps = known
         steps = steps or FIRST_STEPS
         return {"teacher_steps": steps, "sample_steps": given.get("sample_steps", max(1, steps // 2))}
-
-    @classmethod
-    def check(cls, config):
-        super().check(config)
-        steps = config.teacher_steps
-        if steps % 2:
-            near = f"{steps - 1} or {steps + 1}" if steps > 1 else "2"
-            raise Refused(
-                f"--teacher_steps {steps}: two of the teacher's steps make one of the student's; use {near}"
-            )
-        if config.perceptual:
-            raise Refused(
-                "--perceptual compares clean images, and --task distill learns where its teacher goes: "
-                "drop --perceptual"
-            )
 
     def train_set(self, run):
         self.bring_teacher(run)

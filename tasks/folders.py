@@ -49,14 +49,33 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 
 @contextmanager
 def refusing_unreadable(path, what="an image"):
-    """Decoders raise nearly everything on a broken file. All of it becomes a Refused that names the file."""
+    """Decoders raise nearly everything on a broken file. All of it becomes a Refused that names the file. Who
+    finds a fault within raises ValueError.
+    """
     try:
         yield
     except Refused:
         raise
     except Exception as error:
         why = " ".join(str(error).split()) or type(error).__name__
-        raise Refused(f"cannot read {path} as {what} ({why}): replace or remove it") from None
+        remedy = "replace or remove it"
+        if getattr(error, "strerror", None):  # of the system: the file itself may be good
+            why, remedy = error.strerror, "check the path and its permissions"
+        raise Refused(f"cannot read {path} as {what} ({why}): {remedy}") from None
+
+
+def some_of(found, root: Path, what: str, remedy: str):
+    """`found`, which may not be empty. Raises Refused: root holds no such thing."""
+    if not found:
+        raise Refused(f"{root} holds no {what}: {remedy}")
+    return found
+
+
+def check_sizes(alike: bool, one: str, size: tuple, other: str, its: tuple, remedy="make them the same size"):
+    """Refuses two files that are not `alike`. one, other: what they are called; size, its: those of each."""
+    if not alike:
+        shown, shown_its = ("x".join(map(str, sides)) for sides in (size, its))
+        raise Refused(f"{one} is {shown} but {other} is {shown_its}: {remedy}")
 
 
 # ---- Layouts -----------------------------------------------------------------------------------------------
@@ -70,11 +89,8 @@ PARTS_OF_FOLDERS = {  # targets: (folders of the same names, that of the images,
 
 def check_layout(root: Path, targets: str, kind: str, labels: str = "folders"):
     """Refuses a folder that can't be read, or whose parts are something else than classes."""
-    try:
+    with refusing_unreadable(root, "a folder"):
         has = {entry.name for entry in os.scandir(root) if entry.is_dir()}
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise Refused(f"cannot read {root} as a folder ({why}): check the path and its permissions") from None
     for wanted, (parts, images, option) in PARTS_OF_FOLDERS.items():
         if targets == wanted and not has >= set(parts):
             missing = f"{root} has no folders {' and '.join(parts)}"
@@ -120,18 +136,17 @@ def labelled_images(root: Path, labels: str = "folders") -> tuple[list, list[str
     """[(name, image, label)] and the classes' names: root's folders, sorted, or none if root holds images.
     labels "none": all images below root, without classes.
     """
+    images = f"images ({', '.join(IMAGE_SUFFIXES)})"
+    remedy = "give a folder of images or of class folders"
     if labels == "none":
-        found = files_with_suffix(root, IMAGE_SUFFIXES)
-        if not found:
-            raise Refused(_no_images(root))
+        found = some_of(files_with_suffix(root, IMAGE_SUFFIXES), root, images, remedy)
         return [(path.relative_to(root).as_posix(), path, 0) for path in found], []
     flat = files_with_suffix(root, IMAGE_SUFFIXES, deep=False)
     classes = {}
     for path in sorted(root.iterdir()):
         if os.path.isdir(path) and not path.name.startswith("."):
             classes[path.name] = files_with_suffix(path, IMAGE_SUFFIXES)
-    if not flat and not any(classes.values()):
-        raise Refused(_no_images(root))
+    some_of(flat or any(classes.values()), root, images, remedy)
     if flat and any(classes.values()):
         raise Refused(
             f"{root} holds images beside class folders: move the images into one of them or away, or add "
@@ -140,17 +155,11 @@ def labelled_images(root: Path, labels: str = "folders") -> tuple[list, list[str
     if flat:
         return [(path.name, path, 0) for path in flat], []
     for name, files in classes.items():
-        if not files:
-            raise Refused(f"class folder {root / name} holds no images: fill or remove it")
+        some_of(files, root / name, "images", "fill or remove it")
     triples = []
     for label, files in enumerate(classes.values()):
         triples += [(path.relative_to(root).as_posix(), path, label) for path in files]
     return triples, list(classes)
-
-
-def _no_images(root):
-    forms = ", ".join(IMAGE_SUFFIXES)
-    return f"{root} holds no images ({forms}): give a folder of images or of class folders"
 
 
 def matched_pairs(root: Path, parts: dict[str, tuple]) -> list:
@@ -161,8 +170,7 @@ def matched_pairs(root: Path, parts: dict[str, tuple]) -> list:
     image, partner = first.removesuffix("s"), second.removesuffix("s")
     images = _by_stem(root / first, suffixes)
     partners = _by_stem(root / second, partner_suffixes)
-    if not images:
-        raise Refused(f"{root / first} is empty: put images there ({', '.join(suffixes)})")
+    some_of(images, root / first, f"images ({', '.join(suffixes)})", "put some there")
     check_partners((image, root / first, images), (partner, root / second, partners), partner_suffixes)
     return [(stem, images[stem], partners[stem]) for stem in sorted(images)]
 
@@ -174,11 +182,12 @@ def check_partners(images: tuple, partners: tuple, suffixes: tuple):
     image, folder_of_images, own = images
     partner, folder_of_partners, its = partners
     for stem in sorted(own.keys() ^ its.keys()):
-        if stem in own:
-            wanted = f"{folder_of_partners / stem} with suffix {' or '.join(suffixes)}"
-            raise Refused(f"{image} {own[stem]} has no {partner}: add {wanted}")
-        remedy = f"add {folder_of_images / stem} or remove the {partner}"
-        raise Refused(f"{partner} {its[stem]} has no {image}: {remedy}")
+        alone = f"{image} {own.get(stem)} has no {partner}"
+        remedy = f"add {folder_of_partners / stem} with suffix {' or '.join(suffixes)}"
+        if stem in its:
+            alone = f"{partner} {its[stem]} has no {image}"
+            remedy = f"add {folder_of_images / stem} or remove the {partner}"
+        raise Refused(f"{alone}: {remedy}")
 
 
 def _by_stem(folder, suffixes):
@@ -203,11 +212,8 @@ def matched_volumes(root: Path, masks: bool) -> list:
     if masks:
         return matched_pairs(root, {"images": VOLUME_SUFFIXES, "masks": VOLUME_SUFFIXES})
     paths = files_with_suffix(root, VOLUME_SUFFIXES)
-    found = [(path.relative_to(root).as_posix(), path, None) for path in paths]
-    if not found:
-        suffixes = ", ".join(VOLUME_SUFFIXES)
-        raise Refused(f"{root} holds no volumes ({suffixes}): give one, or a folder of them")
-    return found
+    some_of(paths, root, f"volumes ({', '.join(VOLUME_SUFFIXES)})", "give one, or a folder of them")
+    return [(path.relative_to(root).as_posix(), path, None) for path in paths]
 
 
 def dicom_series(root: Path) -> list:
@@ -215,8 +221,7 @@ def dicom_series(root: Path) -> list:
     if importlib.util.find_spec("pydicom") is None:
         raise Refused(f"--data dicom:{root} is read by pydicom, which is not here: pip install pydicom")
     folders = sorted({path.parent for path in files_with_suffix(root, (".dcm",))})
-    if not folders:
-        raise Refused(f"{root} holds no .dcm files: give a folder of them, or one with a folder a series")
+    some_of(folders, root, ".dcm files", "give a folder of them, or one with a folder a series")
     return [(folder.relative_to(root).as_posix(), folder, None) for folder in folders]
 
 
@@ -249,11 +254,7 @@ def check_extents(triples: list, images: list, masks: list):
     SeenFile of each.
     """
     for (_, path, mask_path), image, mask in zip(triples, images, masks, strict=True):
-        if (image.width, image.height) != (mask.width, mask.height):
-            raise Refused(
-                f"mask {mask_path} is {mask.width}x{mask.height} but image {path} is "
-                f"{image.width}x{image.height}: make them the same size"
-            )
+        check_sizes(image.size == mask.size, f"mask {mask_path}", mask.size, f"image {path}", image.size)
 
 
 def check_shapes(triples: list, images: list, others: list):
@@ -262,28 +263,20 @@ def check_shapes(triples: list, images: list, others: list):
     """
     for (_, path, other_path), image, other in zip(triples, images, others, strict=True):
         off = abs(image.width * other.height - other.width * image.height)
-        if off > max(image.width, image.height):  # more than one pixel of the input
-            raise Refused(
-                f"input {other_path} is {other.width}x{other.height} but target {path} is "
-                f"{image.width}x{image.height}: give both the same shape"
-            )
+        alike = off <= max(image.width, image.height)  # but for one pixel of the input
+        whose = f"input {other_path}", other.size, f"target {path}", image.size
+        check_sizes(alike, *whose, "give both the same shape")
 
 
-def mask_values(root: Path, values: list) -> np.ndarray:
-    """The sorted distinct values of all masks, from those of each; a value's place is its class id."""
-    values = distinct_values(root / "masks", values)
-    if len(values) < 2:
-        raise Refused(
-            f"{root / 'masks'} holds the value {values[0]:g} alone: masks need background and a class"
-        )
-    return values
-
-
-def distinct_values(folder: Path, values: list) -> np.ndarray:
-    """The sorted distinct values of the masks in a folder, from those of each."""
+def mask_values(folder: Path, values: list) -> np.ndarray:
+    """The sorted distinct values of the masks in a folder, from those of each; a value's place is its class
+    id.
+    """
     values = np.unique(np.concatenate(values))
-    if len(values) > MAX_CLASSES:
-        raise Refused(f"{folder} holds {len(values)} values: save class ids, without antialiasing")
+    if not 2 <= len(values) <= MAX_CLASSES:
+        found = f"the value {values[0]:g} alone" if len(values) == 1 else f"{len(values)} values"
+        wanted = f"up to {MAX_CLASSES} class ids, of a background and a class at least, without antialiasing"
+        raise Refused(f"{folder} holds {found}: save {wanted}")
     return values
 
 
@@ -300,6 +293,10 @@ class SeenFile(NamedTuple):
     values: list | None = None  # the distinct values of a mask, sorted; None for an image
     largest: int = 0  # value of an image of 16 bits
     pages: int = 1  # images in the file
+
+    @property
+    def size(self):
+        return self.width, self.height
 
 
 class Page(NamedTuple):
@@ -331,7 +328,7 @@ def decode_mask(path: Path, content: io.BytesIO | None = None) -> np.ndarray:
     """int64 [H, W]: the values, or the palette entries, of a single-channel image."""
     with refusing_unreadable(path, "a mask"), _open(content or path, MASK_FORMATS) as image:
         if image.mode not in ("1", "L", "P", "I") and not image.mode.startswith("I;16"):
-            raise Refused(f"mask {path} is {image.mode}: save it as one channel of integer class ids")
+            raise ValueError(f"it is {image.mode}; save it as one channel of integer class ids")
         return np.asarray(ImageOps.exif_transpose(image)).astype(np.int64)
 
 
@@ -372,7 +369,7 @@ def _seen_file(path, is_mask, pages):
                     image.load()
                     if image.mode in ("I", "F"):
                         unknown = "32-bit pixels, whose range is unknown"
-                        raise Refused(f"{path} has {unknown}: save it with 8 or 16 bits")
+                        raise ValueError(f"it has {unknown}; save it with 8 or 16 bits")
                     if image.mode.startswith("I;16"):
                         largest = max(largest, int(np.asarray(image).max()))
                     if is_grey(mode):
@@ -419,11 +416,11 @@ def decode_volume(path: Path) -> tuple[np.ndarray, np.ndarray]:
         upright = nibabel.as_closest_canonical(image)
         voxels = np.asarray(upright.dataobj, dtype=np.float32)
         spacing = nibabel.affines.voxel_sizes(upright.affine)[::-1]
-    shape = (*voxels.shape, 1, 1)[:3]
-    if not voxels.size or voxels.size != np.prod(shape):
-        raise Refused(f"volume {path} has shape {voxels.shape}: save one 3-D volume a file")
-    if not np.isfinite(voxels).all():
-        raise Refused(f"volume {path} holds NaN or infinity: replace them, by the background's value say")
+        shape = (*voxels.shape, 1, 1)[:3]
+        if not voxels.size or voxels.size != np.prod(shape):
+            raise ValueError(f"it has shape {voxels.shape}; save one 3-D volume a file")
+        if not np.isfinite(voxels).all():
+            raise ValueError("it holds NaN or infinity; put another value there, say the background's")
     # [X, Y, Z] -> [Z, Y, X]
     return np.ascontiguousarray(voxels.reshape(shape).transpose(2, 1, 0)[:, ::-1]), spacing
 
@@ -437,13 +434,10 @@ def unit_range(volume: np.ndarray) -> np.ndarray:
 def decode_mask_volume(path: Path, volume: Path, shape: tuple) -> np.ndarray:
     """float32 [Z, Y, X] of whole numbers, with the shape of its volume."""
     mask, _ = decode_volume(path)
-    if mask.shape != shape:
-        raise Refused(
-            f"mask {path} has {mask.shape[::-1]} voxels but volume {volume} {shape[::-1]}: "
-            "make them the same size"
-        )
-    if (mask % 1).any():
-        raise Refused(f"mask {path} holds fractions: save it as integer class ids")
+    check_sizes(mask.shape == shape, f"mask {path}", mask.shape[::-1], f"volume {volume}", shape[::-1])
+    with refusing_unreadable(path, "a mask"):
+        if (mask % 1).any():
+            raise ValueError("it holds fractions; save it as integer class ids")
     return mask
 
 
@@ -479,8 +473,6 @@ def survey(images: list, masks: list, pages: str = "first", broken_too: bool = F
             return _seen_file(path, is_mask, pages)
         except Refused as error:
             return error
-        except OSError as error:
-            return Refused(f"cannot read {path} ({error.strerror}): replace or remove it")
 
     with ThreadPoolExecutor() as pool:  # a folder on a network disk is mostly waiting
         seen = list(pool.map(lambda path: see(path, False), images))

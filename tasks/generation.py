@@ -15,12 +15,12 @@ from harness.flags import Flag, amount, several, share, thousand
 from lowprec.errors import Refused
 from lowprec.layers.flops import module_flops
 from lowprec.recipes import Site
+from lowprec.rules import Rule
 from tasks import data as datasets
 from tasks import latent_space, metrics, perceptual, vae_halves
 from tasks.condition import (
     CONDITION_FLAG,
     channels,
-    check_condition,
     condition_of,
     condition_picture,
     given,
@@ -116,11 +116,26 @@ class Generation(Task):
         "path": (0.15, 0.5),
         **vae_halves.HALF_LIMITS,
     }
+    rules = (
+        Rule(
+            lambda c: c.vae and c.perceptual,
+            "--perceptual compares images, and --vae trains in latents: drop one of the two, or train the "
+            "vae with --perceptual",
+        ),
+        Rule(
+            lambda c: c.vae and c.condition != "none",
+            "--condition shows the net pixels, and --vae trains in latents: drop one of the two",
+        ),
+        Rule(
+            lambda c: c.guidance != 1 and c.label_dropout == 0,
+            lambda c: f"--guidance {c.guidance:g} reads the net without a label, which --label_dropout 0 "
+            "never trains: train with --label_dropout 0.1",
+        ),
+    )
+    needs = {"perceptual": "perceptual", **dict.fromkeys(latent_space.LATENT_SITES, "vae")}
     implied = {"size": "tiny", "data": "digits"}
     unprinted = ("trace", "loss_by_timestep")
     distances = ("frechet", "kid", "sliced_wasserstein")
-    in_latents = True  # whether the task takes --vae
-    takes_condition = True
     guard = {}  # sites of one kind of generation that the doctor keeps exact where it asks of another
     answer = noised = None  # of tasks that don't tell them, the sampler's path isn't examined
 
@@ -135,17 +150,6 @@ class Generation(Task):
     @classmethod
     def settle(cls, table, given):
         return latent_space.settle_latents(cls, table, given)
-
-    @classmethod
-    def check(cls, config):
-        perceptual.check_perceptual(config)
-        latent_space.check_latents(config, cls.in_latents)
-        check_condition(config, cls.takes_condition)
-        if config.guidance != 1 and config.label_dropout == 0:
-            raise Refused(
-                f"--guidance {config.guidance:g} reads the net without a label, which --label_dropout 0 "
-                "never trains: train with --label_dropout 0.1"
-            )
 
     @classmethod
     def load(cls, config):

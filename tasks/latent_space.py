@@ -45,6 +45,7 @@ LATENT_FLAGS = (
         "with --vae: what latents are multiplied by (default: 1 / std of the training latents, measured)",
         "generation",
         type=positive,
+        needs="vae",
     ),
     Flag(
         "vae_weights",
@@ -53,34 +54,13 @@ LATENT_FLAGS = (
         "refused (default: those that --vae holds)",
         "generation",
         fits=True,
+        needs="vae",
     ),
 )
 LATENT_SITES = {
     "vae_encode": half_site("vae_encode", "encoder"),
     "vae_decode": half_site("vae_decode", "decoder"),
 }
-
-
-def check_latents(config, allowed):
-    """Raise Refused for flags that don't go together. allowed: whether the task takes --vae."""
-    if config.vae:
-        if not allowed:
-            raise Refused(
-                f"--task {config.task} works on images, and --vae {config.vae} stands for latents: drop "
-                "--vae, or give a teacher that was trained without it"
-            )
-        if getattr(config, "perceptual", 0):
-            raise Refused(
-                "--perceptual compares images, and --vae trains in latents: drop one of the two, or train "
-                "the vae with --perceptual"
-            )
-        return
-    for name in ("latent_scale", "vae_weights"):
-        if getattr(config, name):
-            raise Refused(f"--{name} {getattr(config, name)} speaks of a vae: add --vae RUN, or drop it")
-    for setting in config.set:
-        if setting.partition("=")[0] in LATENT_SITES:
-            raise Refused(f"--set {setting} speaks of a vae: add --vae RUN, or drop it")
 
 
 def settle_latents(task, table, given):
@@ -109,11 +89,7 @@ class TrainedVAE:
         self.path = path
         checkpoint = read_checkpoint(path)
         self.flags = checkpoint["config"]
-        if self.flags.get("task") != "vae":
-            raise Refused(
-                f"--vae {path} was trained with --task {self.flags.get('task')}: give a run of --task vae"
-            )
-        check_whole(checkpoint, f"--vae {path}")
+        check_whole(checkpoint, f"--vae {path}", ["vae"])
         if self.flags.get("sparse24") == "srste":
             raise Refused(f"--vae {path} reads two of four weights (--sparse24 srste): train one without")
         self.weights = {}
@@ -130,12 +106,11 @@ class TrainedVAE:
         except (KeyError, IndexError, TypeError, ValueError):
             wanted = None
         found = {name: value.shape for name, value in self.weights.items()}
-        if found != wanted:
-            raise Refused(
-                f"--vae {path}: its weights don't fit the vae that its flags speak of: train it again"
-            )
+        wrong = "don't fit the vae that its flags speak of" if found != wanted else ""
         if not all(bool(value.isfinite().all()) for value in self.weights.values()):
-            raise Refused(f"--vae {path}: its weights are not finite: train it again")
+            wrong = "are not finite"
+        if wrong:
+            raise Refused(f"--vae {path}: its weights {wrong}: train it again")
         self.latent_channels = net.latent_channels
         self.side = self.image_size // factor_of(net)
 
@@ -153,15 +128,11 @@ class TrainedVAE:
                 f"--vae {self.path} holds the weights {self.fingerprint}, and this run was made with "
                 f"{weights}: give that vae, or another --name"
             )
-        if data.channels != self.channels:
+        own, its = (f"{one.channels}x{one.image_size}x{one.image_size}" for one in (data, self))
+        if own != its:
             raise Refused(
-                f"--vae {self.path} takes images of {self.channels} channels, and {data.name} has "
-                f"{data.channels}: train one on this data"
-            )
-        if data.image_size != self.image_size:
-            raise Refused(
-                f"--vae {self.path} was trained on images of side {self.image_size}, and those of "
-                f"{data.name} are {data.image_size} here: add --image_size {self.image_size}"
+                f"--vae {self.path} was trained on images of {its}, and those of {data.name} are {own} here: "
+                f"add --image_size {self.image_size}, or train one on this data"
             )
 
     def scale(self, data):

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from harness.flags import Flag, amount
-from lowprec.errors import Refused
 from lowprec.machine import exact_math
 from lowprec.recipes import Site
 from tasks.feature_net import FeatureNet
@@ -39,16 +38,6 @@ PERCEPTUAL_SITE = Site(
         "use --set perceptual=fp32 (default)"
     },
 )
-
-
-def check_perceptual(config):
-    """Raise Refused for a precision of the term where there is none."""
-    given = [setting for setting in config.set if setting.startswith("perceptual=")]
-    if given and not config.perceptual:
-        raise Refused(
-            f"--set {given[-1]} says how the perceptual distance is computed, and this loss has none: add "
-            "--perceptual WEIGHT"
-        )
 
 
 class Perceptual(nn.Module):

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lowprec.errors import Refused
-from tasks.folders import refusing_unreadable
+from harness.files import check_file
+from tasks.folders import refusing_unreadable, some_of
 from tasks.image_sets import in_memory
 
 MAX_LABELS = 10_000  # a larger label is a mistake or an identifier, and a net has a row for each one below it
@@ -49,11 +49,10 @@ class _CifarUnpickler(pickle.Unpickler):
         return _Inert
 
 
-def _absent(root, name):
-    return Refused(
-        f"{root} holds no {name}: download it with python -c "
-        f'"import torchvision; torchvision.datasets.{name}({str(root)!r}, download=True)"'
-    )
+def _check_there(path, root, name):
+    """Raise Refused unless a file of torchvision's data set `name` is there."""
+    remedy = f'"import torchvision; torchvision.datasets.{name}({str(root)!r}, download=True)"'
+    some_of(os.path.isfile(path), root, name, f"download it with python -c {remedy}")
 
 
 def cifar10(wish):
@@ -73,8 +72,7 @@ def _cifar_part(root, names):
 
 def _cifar_batch(root, name):
     path = root / "cifar-10-batches-py" / name
-    if not os.path.isfile(path):
-        raise _absent(root, "CIFAR10")
+    _check_there(path, root, "CIFAR10")
     with refusing_unreadable(path, "a batch of CIFAR-10"), open(path, "rb") as file:
         content = _CifarUnpickler(file, encoding="bytes").load()
         images = np.frombuffer(content[b"data"].state[-1], np.uint8).reshape(-1, 3, 32, 32)
@@ -89,8 +87,7 @@ def mnist(wish):
 
     raw = wish.path / "MNIST" / "raw"
     for url, _ in MNIST.resources:
-        if not os.path.isfile(raw / url.removesuffix(".gz")):
-            raise _absent(wish.path, "MNIST")
+        _check_there(raw / url.removesuffix(".gz"), wish.path, "MNIST")
     with refusing_unreadable(raw.parent, "MNIST"):
         train = MNIST(wish.path, train=True)
         heldout = MNIST(wish.path, train=False)
@@ -133,11 +130,10 @@ def _idx(path, own, *item):
     dimensions, each as a big-endian int32, then the values and nothing else. own: whether the user named
     the folder.
     """
-    if not os.path.isfile(path):
-        remedy = f"apt-get install dataset-fashion-mnist brings it (to {FASHION_MNIST_FOLDER})"
-        if not own:
-            remedy += ", or --data fashion_mnist:PATH for a folder of your own"
-        raise Refused(f"{path.parent} holds no {path.name}: {remedy}")
+    remedy = f"apt-get install dataset-fashion-mnist brings it (to {FASHION_MNIST_FOLDER})"
+    if not own:
+        remedy += ", or --data fashion_mnist:PATH for a folder of your own"
+    some_of(os.path.isfile(path), path.parent, path.name, remedy)
     with refusing_unreadable(path, "a file of Fashion-MNIST"), gzip.open(path) as file:
         dims = 1 + len(item)
         header = np.frombuffer(file.read(4 + 4 * dims), ">i4")
@@ -157,9 +153,10 @@ def _idx(path, own, *item):
 
 def medmnist(wish):
     file = wish.path
-    if not os.path.isfile(file) or not zipfile.is_zipfile(file):
-        what = "is no .npz file" if os.path.exists(file) else "does not exist"
-        raise Refused(f"{file} {what}: give the path of a 2-D .npz file from medmnist.com")
+    check_file(file)
+    with refusing_unreadable(file, "a MedMNIST file"):
+        if not zipfile.is_zipfile(file):
+            raise ValueError("it is no .npz file, and those of medmnist.com are")
     with refusing_unreadable(file, "a MedMNIST file"), np.load(file, allow_pickle=False) as arrays:
         train_labels = arrays["train_labels"]
         test_labels = arrays["test_labels"]

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.flags import Flag, natural, positive, several
-from lowprec.errors import Refused
 from lowprec.recipes import Site
 from tasks.slots import (
     SLOT_LIMITS,
@@ -235,9 +234,9 @@ def build(size=STEVE_SIZES["tiny"], slots=None, vocabulary=None, image_size=24, 
     """A STEVE of one of STEVE_SIZES. recipe: a Recipe with the sites of this task; None: fp32 at all of
     them. Raises Refused.
     """
-    if image_size % PATCH:
-        near = max(8, image_size // PATCH * PATCH)
-        raise Refused(f"--image_size {image_size}: steve cuts frames into patches of {PATCH}; use {near}")
+    from models import check_image_size  # with MONAI, which takes seconds to import
+
+    check_image_size(f"steve, with its patches of {PATCH} pixels", image_size, PATCH, 2 * PATCH)
     vocabulary = vocabulary or size.vocabulary
     return STEVE(size, slots or size.slots, vocabulary, image_size, Numerics(recipe))
 

@@ -17,7 +17,7 @@ from harness.files import read_json, write_json
 from harness.flags import Flag, thousand
 from lowprec.errors import Refused
 from lowprec.precision import Precision
-from lowprec.rules import check_machine
+from lowprec.rules import Rule, check_machine
 from precision import check_options, recipe_of_run
 from tasks import metrics
 from tasks.diffusion import RFlow
@@ -59,13 +59,8 @@ class Teacher:
 
     def __init__(self, path, table, tasks=FLOWS):
         self.path, self.checkpoint = path, read_checkpoint(path)
-        check_whole(self.checkpoint, f"--teacher {path}")
+        check_whole(self.checkpoint, f"--teacher {path}", tasks)
         self.config = table.config(self.checkpoint["config"])
-        if self.config.task not in tasks:
-            raise Refused(
-                f"--teacher {path} was trained with --task {self.config.task}: a student follows the paths "
-                f"of a flow; give a checkpoint of --task {' or '.join(tasks)}"
-            )
         self.recipe = recipe_of_run(self.config, table, RFlow.sites)
         self.average = self.checkpoint["precision"]["averages"]["ema"]
 
@@ -112,6 +107,11 @@ class Teacher:
 
 # ---- The student -------------------------------------------------------------------------------------------
 
+OWN_TIMES = Rule(  # of students that don't draw timesteps as --timestep_sampling says
+    lambda c: c.timestep_sampling != "uniform",
+    lambda c: f"--timestep_sampling {c.timestep_sampling}: --task {c.task} has times of its own; drop it",
+)
+
 
 class Student(RFlow):
     """A rectified flow that starts from a teacher's weights. Its kinds say what they learn from it.
@@ -122,9 +122,21 @@ class Student(RFlow):
     teachers = FLOWS  # tasks whose runs can teach this one
     watched = ("frechet", "lower")  # a loss on real images with independent noise is not what students learn
     needs_teacher = False  # whether it learns from nothing else
-    draws_times = True  # whether training draws timesteps as --timestep_sampling says
     live = None
-    in_latents = takes_condition = False
+    rules = (
+        *RFlow.rules,
+        Rule(
+            lambda c: c.vae or c.condition != "none",
+            lambda c: f"--task {c.task} draws images from noise alone, "
+            f"{'not in latents (--vae)' if c.vae else 'and beside no image (--condition)'}: drop that flag, "
+            "or give a teacher that was trained without it",
+        ),
+        Rule(
+            lambda c: c.teacher and c.finetune,
+            lambda c: f"--finetune with --task {c.task}: a student starts from its teacher's weights; drop "
+            "--finetune, or give that run as --teacher",
+        ),
+    )
 
     @classmethod
     def settle(cls, table, given):
@@ -171,16 +183,6 @@ class Student(RFlow):
                 f"{' or '.join(cls.teachers)}"
             )
         super().check(config)
-        if config.teacher and config.finetune:
-            raise Refused(
-                f"--finetune with --task {config.task}: a student starts from its teacher's weights; drop "
-                "--finetune, or give that run as --teacher"
-            )
-        if not cls.draws_times and config.timestep_sampling != "uniform":
-            raise Refused(
-                f"--timestep_sampling {config.timestep_sampling}: --task {config.task} has times of its own; "
-                "drop it"
-            )
 
     @property
     def starts_elsewhere(self):

@@ -27,6 +27,7 @@ from harness.checkpoints import read as read_checkpoint
 from lowprec.errors import Refused
 from lowprec.roles import roles
 from lowprec.rounding import Stream, stream
+from lowprec.rules import refuse
 from precision import check_options, check_origin, recipe_of_run
 from tasks import data as datasets
 
@@ -70,6 +71,8 @@ class Task:
 
     flags = ()  # flags.Flag rows beside the general ones; a row of a general flag's name takes its place
     sites = {}  # {name: Site} of tensors that only this task has
+    needs = {}  # {one of them: the flag without which it does nothing}, as `needs` of a Flag says of a flag
+    rules = ()  # rules.Rule of flags.Config: flags that don't go together
     # {site: (figure above which it is a finding, a severe one)} for `probes`, which doctor.Examination judges
     limits = {}
     implied = {}  # {flag: what it stands for where it was not given}; "model" is written into the config
@@ -108,6 +111,7 @@ class Task:
     @classmethod
     def check(cls, config):
         """Raise Refused for flags that don't go together."""
+        refuse(cls.rules, config)
 
     @classmethod
     def load(cls, config):

@@ -60,6 +60,7 @@ class VAE(Task):
         "vae_decode": half_site("vae_decode", "decoder", before=("compute",)),
         "perceptual": perceptual.PERCEPTUAL_SITE,
     }
+    needs = {"perceptual": "perceptual"}
     implied = {"model": "kl", "size": "tiny", "data": "digits"}
     limits = HALF_LIMITS
     watched = ("l1", "lower")
@@ -69,10 +70,6 @@ class VAE(Task):
         # made when they are asked for first
         self._scorer = None
         self._distance = None
-
-    @classmethod
-    def check(cls, config):
-        perceptual.check_perceptual(config)
 
     @classmethod
     def load(cls, config):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from harness.flags import Flag, natural, of_size, several
 from lowprec.errors import Refused
+from lowprec.rules import Rule
 from tasks import video_metrics
 from tasks.clip_sets import SPRITE_CLIPS, SPRITE_SIDE, folder, sprites
 from tasks.data import refuse_ways_to_read_files
@@ -60,6 +61,16 @@ class Video(Task):
         Flag("clips", SPRITE_CLIPS, "clips of --data sprites to train on", type=natural),
     )
 
+    rules = (
+        Rule(
+            lambda c: c.image_size and c.image_size < 16,
+            lambda c: f"--image_size {c.image_size} is too small for clips: give at least 16",
+        ),
+        Rule(
+            lambda c: c.clips != SPRITE_CLIPS and c.data not in (None, "sprites"),
+            lambda c: f"--clips {c.clips} is of --data sprites, and a folder has its own: drop it",
+        ),
+    )
     sizes = {}  # {--size: what the net is built of}, each with `slots`
 
     @property
@@ -80,13 +91,9 @@ class Video(Task):
         """Videos. The image size is 24 for sprites and 64 for folders, or --image_size. Raises Refused."""
         c = config
         word, _, where = (c.data or cls.implied["data"]).partition(":")
-        if c.image_size is not None and c.image_size < 16:
-            raise Refused(f"--image_size {c.image_size} is too small for clips: give at least 16")
         if word == "sprites" and not where:
             refuse_ways_to_read_files(c)
             return sprites(c.image_size or SPRITE_SIDE, c.frames, c.seed, c.clips)
-        if c.clips != SPRITE_CLIPS:
-            raise Refused(f"--clips {c.clips} is of --data sprites, and a folder has its own: drop it")
         if word == "folder" and where:
             refuse_ways_to_read_files(c, ("white",))
             return folder(where, c.image_size or 64, c.frames, c.white)

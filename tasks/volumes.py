@@ -58,8 +58,9 @@ def read(file, mask_file):
     try:
         voxels, spacing = folders.decode_volume(file)
         mask = folders.decode_mask_volume(mask_file, file, voxels.shape)
-        if not (spacing > 0).all():
-            raise Refused(f"volume {file} does not say how far its voxels lie apart: write its affine")
+        with folders.refusing_unreadable(file, "a volume"):
+            if not (spacing > 0).all():
+                raise ValueError("it does not say how far its voxels lie apart; write its affine")
     except Refused as error:
         return error
     unit = torch.from_numpy(folders.unit_range(voxels)).float()

@@ -32,4 +32,4 @@ def test_no_flow_reads_a_vae_of_adapters(capsys):
 
 def test_adapters_of_nothing_are_refused(capsys):
     assert quick("--lora", "4") == 2
-    assert "--lora 4 trains adapters beside trained weights: add --finetune RUN" in capsys.readouterr().err
+    assert "--lora 4 does nothing without --finetune" in capsys.readouterr().err

@@ -275,7 +275,6 @@ def test_bf16_timesteps_harm_dit_but_cost_monais_unet_only_their_own_rounding():
         (("unet", "rflow", 1, 10, 30, "base"), ["image size 30", "28 or 32"]),
         (("unet", "segment", 1, 2, 36), ["image size 36", "32 or 40"]),
         (("unet", "segment", 1, 2, 8), ["image size 8", "use 16"]),
-        (("unet", "segment", 1, 1, 64), ["at least 2 classes"]),
     ],
 )
 def test_what_cannot_be_built_is_refused_in_one_line(arguments, said):

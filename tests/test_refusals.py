@@ -210,7 +210,7 @@ BAD_INPUT = {
     "--task segment --model dit": "no model 'dit'",
     "--size huge": "unknown size",
     "--size mini --image_size 9": "9",
-    "--image_size 4": "too small",
+    "--image_size 4": "is not a whole number from 8",
     "--stepz 3": "unrecognized arguments: --stepz 3; near it is --steps",
     "--step 3": "unrecognized arguments",  # no abbreviations: a new flag would change their meaning
     "--steps many": "'many' is not a whole number",
@@ -237,7 +237,7 @@ BAD_INPUT = {
     "--task ddpm --velocity noise-clean": "--velocity is for --task rflow",
     "--task language --image_size 16": "a text has no images",
     "--task steve --data folder:three --clips 5": "--clips 5 is of --data sprites",
-    "--weight_decay_on all": "nothing decays without --weight_decay",
+    "--weight_decay_on all": "does nothing without --weight_decay",
     "--condition masks --guidance 3": "give --guidance 1",
     "--white 4095": "--white says how image files are read",
     "--data synthetic --pages all": "--pages says how image files are read",

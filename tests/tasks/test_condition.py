@@ -120,9 +120,9 @@ def test_pairs_of_a_folder_keep_together(paired):
 
 
 def test_pairs_that_are_none_are_refused(paired, digits):
-    refused(lambda: RFlow.load(FLAGS.typed({"condition": "inputs"})), "digits has no pairs", "PATH/targets")
+    refused(lambda: RFlow.load(FLAGS.typed({"condition": "inputs"})), "digits has no inputs", "PATH/targets")
     refused(lambda: loaded(paired, condition="none"), "holds inputs and targets", "--condition inputs")
-    refused(lambda: loaded(paired, pages="all"), "--pages all", "inputs")
+    refused(lambda: loaded(paired, pages="all"), "--pages", "inputs")
     Image.new("L", (8, 4)).save(paired / "inputs/5.png")
     refused(lambda: loaded(paired), "inputs/5.png is 8x4", "targets/5.png is 16x16")
     (paired / "inputs/5.png").unlink()

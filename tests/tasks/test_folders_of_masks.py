@@ -85,7 +85,7 @@ def test_masks_that_do_not_match(tmp_path):
     spec = {"spec": f"folder:{tmp_path}", "targets": "masks"}
     (tmp_path / "images").mkdir()
     (tmp_path / "masks").mkdir()
-    refused(tmp_path / "images", "empty", **spec)
+    refused(tmp_path / "images", "holds no images", **spec)
     pair(tmp_path, "a", half(1))
     refused("single image", **spec)
     pair(tmp_path, "b", half(1))

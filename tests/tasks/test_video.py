@@ -233,9 +233,9 @@ def another(*where, pixels):
 BLACK, SMALL, RGB = (np.zeros(shape, np.uint8) for shape in ((9, 9, 3), (9, 9), (18, 20, 3)))
 MANY = np.arange(360, dtype=np.uint16).reshape(18, 20)
 SPOILT = {
-    "one frame": (one_frame, "c1 has one frame: give it at least two"),
-    "sizes": (another("c1", "002.png", pixels=BLACK), "make the frames of a clip one size"),
-    "no instance": (no_instance, "c1 show no instance, 0 alone"),
+    "one frame": (one_frame, "c1 has 1 frames, and --frames is 2: give it more, or remove"),
+    "sizes": (another("c1", "002.png", pixels=BLACK), "make them the same size"),
+    "no instance": (no_instance, "c1 holds the value 0 alone"),
     "no frame": (lambda root: (root / "c1" / "004.png").unlink(), "004.png has no frame: add"),
     "no clip": (another("masks", "c9", "0.png", pixels=SMALL), "c9 have no clip: add"),
     "no clips": (only_masks, "holds no clips"),
@@ -258,7 +258,7 @@ def test_other_refusals(tmp_path):
     common.refused(lambda: load(tmp_path / "single"), "holds a single clip: give at least two")
     for spec in ("digits", "sprites:x", "folder:", "nifti:x"):
         common.refused(lambda spec=spec: load("", data=spec), "learns from clips; use --data sprites")
-    common.refused(lambda: load("", data="sprites", image_size=8), "too small")
+    common.refused(lambda: Steve.check(FLAGS.typed({"image_size": 8})), "too small")
     assert Path(tmp_path).exists()
 
 
