@@ -44,7 +44,7 @@ from harness.ranks import Ranks, leave, speaks_first, write_error_file
 from lowprec.advice import check
 from lowprec.errors import Forgiving, Refused, end_of_reader
 from lowprec.machine import quiet_libraries
-from trainer import Trainer
+from trainer import TaskTraining, Trainer
 
 FLAGS = strategies.flag_table()
 DEFAULTS = FLAGS.defaults()
@@ -149,7 +149,7 @@ def train(given, command, dry=False, whole_ledger=False):
     if trainer.ranks.main:
         of_a_rank = [trainer.line_of_a_rank()] if dry and trainer.config.fsdp else []
         ledger = trainer.precision.ledger()
-        print_head(trainer, ledger)
+        print_head(trainer.task, trainer.table, trainer.device, ledger, trainer.folder)
         print_ledger(ledger, trainer.kind.sites, whole=dry or whole_ledger)
         for line in of_a_rank:
             print(line)
@@ -261,7 +261,10 @@ def print_trial(words, table):
     """Try what each recipe costs on a net, and print it."""
     from harness import trials  # it loads scipy and all of advice
 
-    return trials.main(words, Trainer, strategies.settle, table, strategies.subject_of)
+    def training(given):
+        return TaskTraining(Trainer(strategies.settle(given, typed=True)))
+
+    return trials.main(words, training, strategies.settle, table, strategies.subject_of)
 
 
 def for_a_billion():

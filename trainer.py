@@ -13,20 +13,17 @@ from pathlib import Path
 
 import torch
 
-from harness import code, initial, shards
+from harness import code, initial
 from harness.advice import check_processes, late_average, recipe_notes, smaller_run
 from harness.batches import end_workers, read_batches
 from harness.checkpoints import check_optimizer, fitting
-from harness.checkpoints import read as read_checkpoint
 from harness.ending import Stopped, StopRequest, check_loss, check_weights, what_is_kept
 from harness.flags import LARGEST_WHOLE
 from harness.progress import Profile, Progress, TrainingClock
 from harness.ranks import Ranks, lost_process
 from harness.run_folder import (
     CHECKPOINT,
-    Folder,
-    FolderOfOthers,
-    export,
+    folder_of,
     peak_memory,
     start_peak_memory,
     write_json,
@@ -70,8 +67,7 @@ class Trainer:
         self.recipe = run.recipe.on(self.device)
         self.notes = recipe_notes(c, self.recipe, self.device, self.ranks.world, self.table)
         check_processes(c, self.recipe, self.ranks, draws)
-        kind_of_folder = Folder if self.ranks.main else FolderOfOthers
-        self.folder = kind_of_folder(folder or Path(c.runs) / c.name)
+        self.folder = folder_of(folder or Path(c.runs) / c.name, self.ranks)
         self.data = self.kind.load(c)
         self.task = self.kind(self.data, self.recipe, c)
         self.validation = self._validation()
@@ -195,7 +191,7 @@ class Trainer:
         return of_a_rank(self.precision, recomputed_blocks(self.precision.model), worlds)
 
     def _meet(self):
-        self.ranks.meet(self.device, self.table.shared(self.config), alone=self.ranks.spread)
+        self.ranks.meet(self.device, self.table.shared(self.config))
 
     # -- the loop
 
@@ -305,6 +301,16 @@ class Trainer:
         """An iterator over the run's next micro-batches, this rank's rows of them."""
         return read_batches(self.train, self.config, self.ranks, self.step)
 
+    def first_steps(self, batch_size):
+        """Two steps with batches of this size from the first one on, one of them measured, of a run that is
+        thrown away.
+        """
+        self.config.batch_size = batch_size
+        self.step = 0
+        self.batches = self.new_batches()
+        for measured in (True, False):
+            self.train_step(measured)
+
     def _train(self):
         """Steps until the run is finished, with what is logged, drawn and saved between them."""
         c, main, first = self.config, self.ranks.main, self.step
@@ -313,7 +319,7 @@ class Trainer:
         profile = Profile(c.profile if main else 0, self.folder / "profile.json", self.device)
         with self._bar() as bar, closing(profile):
             while not self.finished:
-                looking = self.validation.due(self.step + 1)
+                looking = is_due(self.validation.every, self.step + 1)
                 logging = looking or is_due(c.log_every, self.step + 1) or self.step + 1 == c.steps
                 loss, report = self.train_step(measure=logging)
                 profile.step()
@@ -373,10 +379,9 @@ class Trainer:
 
     def _look(self):
         """Scores on held-out data, as {"heldout_<name>": number}; a checkpoint of the best so far is kept."""
-        scores, improved, waited = {}, False, 0
-        model = self._drawing(self._sources()[0])
-        if model is not None:
-            scores = self.task.validate(model, self._fixed_rng())
+        improved, waited = False, 0
+        scores = self.held_out_scores(self._sources()[0])
+        if scores:
             improved = self.validation.take(scores, self.step)
             waited = self.validation.waited
         self.validation.waited = self.ranks.any(waited, self.device) or 0  # all ranks end together
@@ -437,11 +442,7 @@ class Trainer:
             self.precision.parts.append(meter)
 
     def _write(self, name, since=0.0):
-        state = self.state_dict(since)
-        if self.ranks.spread:
-            shards.write_shards(self.folder / name, state, self.ranks, self.device)
-        else:
-            self.folder.save(state, name)
+        self.folder.save(self.state_dict(since), name, self.device)
 
     def _open_folder(self):
         """Create or resume the run's folder. Returns its summary if the run is finished and scored, else
@@ -455,20 +456,14 @@ class Trainer:
         folder.check(differences)
         self.ranks.first(folder.lock, self.device)
         if folder.has_checkpoint:
-            if self.ranks.spread and shards.is_there(folder / CHECKPOINT):  # this rank's rows alone
-                found = shards.read_own_shards(folder / CHECKPOINT, self.precision, self.ranks, self.device)
-            else:
-                found = read_checkpoint(folder.path)
-            checkpoint = folder.checked(found, differences)
+            checkpoint = folder.checkpoint(self.precision, self.device, differences)
             if checkpoint.get("data") and self._fingerprint_of_data() not in ("", checkpoint["data"]):
-                other = f"{folder} holds a run on other data than --data {c.data} is now"
-                raise Refused(f"{other}: give this one another --name")
+                raise folder.taken(f"holds a run on other data than --data {c.data} is now")
             self.load_state_dict(checkpoint)
             if self.finished:
                 self._restore_figures(checkpoint)
         if self.step > c.steps:
-            longer = f"{folder} has {self.step:,} steps behind it, and --steps is {c.steps:,}"
-            raise Refused(f"{longer}: give a shorter run another --name")
+            raise folder.taken(f"has {self.step:,} steps behind it, and --steps is {c.steps:,}")
         before = folder.summary() if self.finished else None
         if before and self.table.scored_alike(folder.flags(), c):
             return before
@@ -540,6 +535,11 @@ class Trainer:
             return ["raw", "ema"]  # the average alone would be no result
         return [weights]
 
+    def held_out_scores(self, source):
+        """{name: number} of `Task.validate` with these weights, {} on ranks that don't draw."""
+        model = self._drawing(source)
+        return self.task.validate(model, self._fixed_rng()) if model is not None else {}
+
     def _fixed_rng(self):
         return Rng(stream(self.config.seed, Stream.FIXED), device=self.device)
 
@@ -592,6 +592,28 @@ class Trainer:
 
     def export(self, path):
         """Write the averaged weights as safetensors, in the average's dtype."""
-        weights = self.precision.weights("ema")
-        if self.ranks.main:
-            export(path, weights, vars(self.config), self.step)
+        self.folder.export(path, self.precision.weights("ema"), vars(self.config), self.step)
+
+
+class TaskTraining:
+    """A trials.training.Training of a Trainer that is new."""
+
+    def __init__(self, trainer):
+        self.trainer, self.run = trainer, trainer.precision
+        trainer.ready()
+
+    def rate_at(self, step):
+        return self.trainer.rates[0] * lr_factor(self.trainer.config, step)
+
+    def step(self):
+        loss, _ = self.trainer.train_step(measure=False)
+        if self.trainer.finished:
+            end_workers(self.trainer.batches)
+        return loss
+
+    def held_out(self):
+        scores = self.trainer.held_out_scores("raw" if self.trainer.config.weights == "raw" else "ema")
+        if "loss" not in scores:
+            task = self.trainer.config.task
+            raise Refused(f"--task {task} has no loss on held-out data: --trial can't compare it")
+        return scores["loss"]

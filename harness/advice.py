@@ -3,33 +3,40 @@
 import types
 
 from harness.run_folder import check_export
-from lowprec.errors import Refused
 from lowprec.optimizers.build import classes_of
 from lowprec.parts.ranks import policy_note
 from lowprec.precision import Options, wanted_parts
-from lowprec.rules import check_machine
+from lowprec.rules import Rule, check_machine, refuse
 
 LATE_AVERAGE = 0.1  # of the initial weights in an average: more shows in what it draws
 
 
+PROCESS_RULES = (
+    Rule(
+        lambda here: here.c.batch_size % here.world,
+        lambda here: f"--batch_size {here.c.batch_size} can't be shared by {here.world} processes: use a "
+        f"multiple of {here.world}",
+    ),
+    Rule(
+        lambda here: here.ranks.spread and not here.ranks.started,
+        "--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp",
+    ),
+    Rule(
+        lambda here: here.spread and here.c.compile,
+        "--compile with --fsdp: torch's compiler stops at each hook of fully_shard, so little is compiled; "
+        "leave one of them out",
+    ),
+)
+
+
 def check_processes(c, recipe, ranks, draws):
     """Raise Refused for flags that these processes can't follow. draws: whether nothing is trained."""
-    world = ranks.world
-    if c.batch_size % world:
-        shared = f"--batch_size {c.batch_size} can't be shared by {world} processes"
-        raise Refused(f"{shared}: use a multiple of {world}")
-    if ranks.spread and not ranks.started:
-        raise Refused("--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp")
     spread = c.fsdp and not draws
-    if spread and c.compile:
-        raise Refused(
-            "--compile with --fsdp: torch's compiler stops at each hook of fully_shard, so little is "
-            "compiled; leave one of them out"
-        )
+    refuse(PROCESS_RULES, types.SimpleNamespace(c=c, ranks=ranks, world=ranks.world, spread=spread))
     options = Options(grad_release=c.grad_release, average_on=c.average_on, states_on=c.states_on)
     asked_for: dict = dict(recipe=recipe, options=options, spread=spread, compiled=c.compile)
     # of a net that is not there yet
-    asked_for.update(convolves_on_cpu=False, quantised_base=False, processes=world)
+    asked_for.update(convolves_on_cpu=False, quantised_base=False, processes=ranks.world)
     wanted_parts(types.SimpleNamespace(**asked_for))
     if c.export:
         check_export(c.export)

@@ -46,34 +46,6 @@ def survives(step):
     return True
 
 
-class Trial:
-    """A run that is thrown away, on the device of this process alone. folder: where it may leave files.
-    make: the Trainer class. several: whether the real one will hold gradients twice, as
-    DistributedDataParallel does.
-    """
-
-    def __init__(self, make, run, folder, several):
-        alone = Ranks()
-        alone.rank = 0
-        alone.world = 1
-        accumulate = min(2, run.config.accumulate)  # 2: sums are held too
-        small = run.replaced(batch_size=2, accumulate=accumulate, workers=0)
-        self.trainer = make(small, folder=folder, ranks=alone)
-        self.trainer.ready()
-        self.second_gradients = []
-        if several:
-            self.second_gradients = [torch.empty_like(p) for p in self.trainer.precision.params]
-
-    def steps(self, size):
-        """Two steps with batches of this size, one of them measured."""
-        trainer = self.trainer
-        trainer.config.batch_size = size
-        trainer.step = 0
-        trainer.batches = trainer.new_batches()
-        for measured in (True, False):
-            trainer.train_step(measured)
-
-
 class TrialMemory:
     """That of one GPU while sizes are tried: what exceeds the margin is out of memory."""
 
@@ -118,38 +90,47 @@ def largest_tried(make, run, device, world):
 
 
 def _searched(make, run, folder, world, memory):
-    trial = Trial(make, run, folder, several=world > 1)
+    alone = Ranks()
+    alone.rank, alone.world = 0, 1
+    accumulate = min(2, run.config.accumulate)  # 2: sums are held too
+    trial = make(run.replaced(batch_size=2, accumulate=accumulate, workers=0), folder=folder, ranks=alone)
+    trial.ready()
+    second = []  # gradients that the real run will hold twice, as DistributedDataParallel does
+    if world > 1:
+        second = [torch.empty_like(p) for p in trial.precision.params]
     used = {}  # size: bytes
-    most = max(1, min(len(trial.trainer.train), TEN_MILLION) // world)
+    most = max(1, min(len(trial.train), TEN_MILLION) // world)
 
     def fits(size):
         memory.clear()
-        fine = survives(lambda: trial.steps(size))
+        fine = survives(lambda: trial.first_steps(size))
         used[size] = memory.used()
         return fine
 
     found = largest_power_of_two(fits, most)
+    del second  # held until here
     return found, most, used.get(found, 0)
 
 
 # ---- The choice --------------------------------------------------------------------------------------------
 
 
-def check_full(device, asked, instead):
-    """Raise Refused for a device that is never full. asked: what searches; instead: what to do."""
-    if device.type != "cuda":
-        shared = "the memory of a CPU is shared with all else, so nothing says when it is full"
-        raise Refused(f"{asked}: {shared}; {instead}")
+def never_full(device):
+    """Why a batch can't be searched for on a device, or None."""
+    if device.type == "cuda":
+        return None
+    return "the memory of a CPU is shared with all else, so nothing says when it is full"
 
 
 def check_search(config, device, dry):
     """Raise Refused where no search can be had."""
-    check_full(device, "--batch_size auto", "give a number, and add up several by --accumulate")
-    if dry:
-        raise Refused("--batch_size auto is found by real steps, and --dry_run takes none: give a number")
-    if config.fsdp:
-        together = "tries sizes on each process by itself, and --fsdp has no step of one process"
-        raise Refused(f"--batch_size auto {together}: give a number, or leave --fsdp out")
+    why = never_full(device)
+    if dry and not why:
+        why = "it is found by real steps, and --dry_run takes none"
+    if config.fsdp and not why:
+        why = "sizes are tried on each process by itself, and --fsdp has no step of one process"
+    if why:
+        raise Refused(f"--batch_size auto: {why}; give a number, and add up several by --accumulate")
 
 
 def chosen_batch_size(make, run, dry=False):

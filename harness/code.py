@@ -79,10 +79,7 @@ def built(spec, build, *args):
         inspect.signature(build).bind(*args)
     except TypeError as error:
         raise Refused(f"--model {spec} is called with {len(args)} arguments: {error}") from None
-    net = build(*args)
-    if not isinstance(net, torch.nn.Module):
-        raise Refused(f"--model {spec} gave a {type(net).__name__}: return a torch.nn.Module")
-    return net
+    return _checked("model", spec, build(*args))
 
 
 def strangers_optimizer(spec, options):
@@ -94,10 +91,20 @@ def strangers_optimizer(spec, options):
     own = {name: value for name, value in options.items() if name in taken and value is not None}
 
     def made(params):
-        optimizer = make(params, **own)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            gave = f"--optimizer {spec} gave a {type(optimizer).__name__}"
-            raise Refused(f"{gave}: return a torch.optim.Optimizer")
-        return optimizer
+        return _checked("optimizer", spec, make(params, **own))
 
+    return made
+
+
+RETURNED = {  # flag: what its function returns, and how it is called
+    "model": (torch.nn.Module, "torch.nn.Module"),
+    "optimizer": (torch.optim.Optimizer, "torch.optim.Optimizer"),
+}
+
+
+def _checked(flag, spec, made):
+    """What a function of a file made. Raises Refused for anything else than RETURNED says."""
+    kind, name = RETURNED[flag]
+    if not isinstance(made, kind):
+        raise Refused(f"--{flag} {spec} gave a {type(made).__name__}: return a {name}")
     return made

@@ -82,6 +82,25 @@ def cant_write(path, error):
     )
 
 
+@contextmanager
+def writing(path):
+    """Within it an error of the system that keeps `path` from being written becomes a Refused."""
+    try:
+        yield
+    except OSError as error:
+        raise Refused(cant_write(path, error)) from None
+
+
+def check_place(flag, path):
+    """Raise Refused unless a file may be written at the path that a flag names."""
+    path = Path(path)
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "nothing may be written in" if folder.is_dir() else "there is no folder"
+        raise Refused(f"{flag} {path}: {why} {path.parent}; name another")
+    check_regular(path)
+
+
 def check_regular(path):
     """Raise Refused where something else than a file stands at `path`: renaming a file over a device, a pipe
     or a link would take it away.
@@ -117,7 +136,9 @@ def digest(file, size):
 
 @contextmanager
 def reading(path):
-    """Within it what the system says of a file that can't be read becomes a Refused that names it."""
+    """Within it what keeps a file from being read becomes a Refused that names it: an error of the system, or
+    a ValueError with what was found there.
+    """
     try:
         yield
     except Refused:
@@ -126,10 +147,9 @@ def reading(path):
         raise Refused(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def damaged(path):
+def damaged(path, why="it is not what was written, by its checksum"):
     """What is raised for a file that is not what was written."""
-    not_written = "it is not what was written, by its checksum"
-    return Refused(f"{path} is damaged: {not_written}; use another copy, or train again")
+    return Refused(f"{path} is damaged: {why}; use another copy, or train again")
 
 
 def no_checkpoint(path, why="or is cut short"):
@@ -148,21 +168,14 @@ def check_file(path):
     """Raise Refused unless a file is there: a pipe never ends."""
     with reading(path):
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise Refused(f"{path} can't be read: it is no file; give the path of one")
+            raise ValueError("it is no file; give the path of one")
 
 
 def read_json(path):
     """The object (a dict) that a JSON file holds. Raises Refused when the file is not there or holds
     anything else.
     """
-    content = bytes_of_file(path)
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise Refused(f"{path} can't be read: it holds no JSON object; move it away")
-    return value
+    return _as_dict(bytes_of_file(path), path)
 
 
 def read_lines(path):
@@ -179,10 +192,10 @@ def read_lines(path):
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            rows.append(_line_as_dict(path, number, line))
+            rows.append(_as_dict(line, f"{path}, line {number}"))
     if last.strip():
         with suppress(Refused):
-            rows.append(_line_as_dict(path, len(lines) + 1, last))
+            rows.append(_as_dict(last, path))
     return rows
 
 
@@ -191,19 +204,22 @@ def read_tensors(path):
     when it is no such file, or is damaged.
     """
     check_file(path)
-    try:
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
-            return tensors, file.metadata() or {}
-    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
-        raise Refused(f"{path} is damaged or no file of safetensors ({first_line(error)})") from None
+    with reading(path):
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+                return tensors, file.metadata() or {}
+        except (SafetensorError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"it is damaged or no file of safetensors ({first_line(error)})") from None
 
 
-def _line_as_dict(path, number, line):
-    try:
-        row = json.loads(line.decode())
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError too
-        row = None
-    if not isinstance(row, dict):
-        raise Refused(f"{path}, line {number} is no JSON object: remove that line, or the file")
-    return row
+def _as_dict(content, source):
+    """The object that these bytes are in JSON. source: where they stand."""
+    with reading(source):
+        try:
+            value = json.loads(content.decode())
+        except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError too
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError("it is no JSON object; remove it, or move it away")
+        return value

@@ -28,6 +28,21 @@ def layout(rows):
     return "\n".join(lines)
 
 
+def markdown_table(rows, rule="---", space=" "):
+    """A table in Markdown whose first row is its head. space: on both sides of what stands in a cell."""
+    head, *body = rows
+    lines = []
+    for row in [head, [rule] * len(head), *body]:
+        cells = (f"{space}{cell}{space}" for cell in row)
+        lines.append(f"|{'|'.join(cells)}|")
+    return "\n".join(lines)
+
+
+def compact_table(rows):
+    """The same without spaces, for a page that has to stay short."""
+    return markdown_table(rows, "-", "")
+
+
 def _widths(rows):
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
@@ -72,19 +87,21 @@ def _number(value):
 # ---- Before a run ------------------------------------------------------------------------------------------
 
 
-def print_head(trainer, ledger):
-    """What is trained, on what, in which precision, and where it is written."""
+def print_head(task, table, device, ledger, folder):
+    """What is trained, on what, in which precision, and where it is written. task: a tasks.Task; table: the
+    FlagTable of its config.
+    """
     mib = ledger.parameters * ledger.state_bytes / 2**20
-    print(trainer.data)
-    print(f"{trainer.task}, {ledger.parameters:,} parameters, on {trainer.device}")
-    print(f"precision: {precision_flags(trainer.table, trainer.config) or 'fp32 everywhere'}")
-    if line := known_cost(trainer.config, ledger.parameters):
+    print(task.data)
+    print(f"{task}, {ledger.parameters:,} parameters, on {device}")
+    print(f"precision: {precision_flags(table, task.config) or 'fp32 everywhere'}")
+    if line := known_cost(task.config, ledger.parameters):
         print(line)
     print(
         f"weights, gradients and optimiser: {ledger.state_bytes:.2f} bytes a parameter ({mib:.1f} MiB; fp32: "
         "16 with AdamW)"
     )
-    print(f"writes to {trainer.folder}")
+    print(f"writes to {folder}")
 
 
 def precision_flags(table, config):

@@ -78,11 +78,11 @@ class Ranks:
             name = f"cuda:{self.local}"
         return torch.device(name)
 
-    def meet(self, device, flags=None, alone=False):
+    def meet(self, device, flags=None):
         """Join the other processes; they end by themselves. flags: {name: value}, in which they must agree.
-        alone: meet where there is but one, too. Raises Refused on the first rank, Followed on the others.
+        One that spreads a net meets itself. Raises Refused on the first rank, Followed on the others.
         """
-        if dist.is_initialized() or (self.world == 1 and not alone):
+        if dist.is_initialized() or (self.world == 1 and not self.spread):
             return
         backend = "nccl" if device.type == "cuda" else "gloo"
         if not (dist.is_available() and getattr(dist, f"is_{backend}_available")()):

@@ -28,7 +28,8 @@ from safetensors.torch import save as safetensors_bytes
 
 from harness import checkpoints, shards
 from harness.checkpoints import CHECKPOINT
-from harness.files import check_regular, read_json, read_lines, write_atomically, write_json
+from harness.files import check_place, check_regular, read_json, read_lines, write_atomically, write_json
+from harness.ranks import Ranks
 from lowprec.errors import Refused
 from lowprec.machine import cpu_threads, device_facts
 
@@ -43,12 +44,7 @@ LITTER_NAMES = re.compile(r"\.lock|\.DS_Store|Thumbs\.db|desktop\.ini|.+\.(json|
 def check_export(path):
     """Raise Refused unless a file may be written at `path`: a new one, or in place of safetensors."""
     path = Path(path)
-    if not os.path.isdir(path.absolute().parent):
-        missing = f"--export {path}: there is no folder {path.parent}"
-        raise Refused(f"{missing}; make it, or name another")
-    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise Refused(f"--export {path}: nothing may be written in {path.parent}; name another folder")
-    check_regular(path)
+    check_place("--export", path)
     if not os.path.exists(path):
         return
     with open(path, "rb") as file:
@@ -145,8 +141,8 @@ class Folder:
     pictures.
     """
 
-    def __init__(self, path):
-        self.path = Path(path)
+    def __init__(self, path, ranks=None):
+        self.path, self.ranks = Path(path), ranks or Ranks()
         self._metrics = self._board = self._lock = None
 
     def __truediv__(self, name):
@@ -167,6 +163,10 @@ class Folder:
     def has_checkpoint(self):
         return os.path.lexists(self / CHECKPOINT) or shards.is_there(self / CHECKPOINT)
 
+    def taken(self, why):
+        """What is raised where this folder can't take the run."""
+        return Refused(f"{self} {why}: choose another --name or --runs")
+
     def check(self, differences):
         """Refuse to go on where the folder holds another run, or something else.
 
@@ -174,22 +174,19 @@ class Folder:
         differs.
         """
         if os.fsencode(self.path).decode(errors="replace") != str(self.path):
-            alone = "TensorBoard writes into folders with a UTF-8 name alone"
-            raise Refused(f"{self}: {alone}: choose another --runs")
+            raise self.taken("has a name that is not UTF-8, and TensorBoard writes into no such folder")
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
             return
         except OSError as error:
-            why = f"can't be read as a folder ({error.strerror})"
-            raise Refused(f"{self} {why}: choose another --name or --runs") from None
+            raise self.taken(f"can't be read as a folder ({error.strerror})") from None
         if "config.json" in names:
             changed = differences(self.flags())
             if changed:
-                what = ", ".join(changed)
-                raise Refused(f"{self} holds a run with other flags ({what}): give this one another --name")
+                raise self.taken(f"holds a run with other flags ({', '.join(changed)})")
         elif not all(LITTER_NAMES.fullmatch(name) for name in names):
-            raise Refused(f"{self} exists and holds no run of this program: choose another --name")
+            raise self.taken("exists and holds no run of this program")
 
     def lock(self):
         """Keep other processes from the folder, which is made, until `close` or the end of this process, by
@@ -205,8 +202,7 @@ class Folder:
         except OSError as error:
             if self.path.is_dir() and not os.access(self.path, os.W_OK):
                 return  # a run that has ended is printed again; nobody can write here
-            elsewhere = "choose another --runs or --name"
-            raise Refused(f"can't write to {self}: {error.strerror}; {elsewhere}") from None
+            raise self.taken(f"can't be written to ({error.strerror})") from None
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -216,19 +212,22 @@ class Folder:
                 return
             self._lock.seek(0)
             who = self._lock.read(100).strip() or "another process"
-            raise Refused(f"{self} is in use by {who}: wait for its end, or choose another --name") from None
+            raise self.taken(f"is in use by {who}, until that ends") from None
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {platform.node()}\n")
         self._lock.flush()
 
-    def checked(self, found, differences):
-        """What was read of its checkpoint. Raises Refused for that of another run; differences: as of
-        `check`.
+    def checkpoint(self, run, device, differences):
+        """What its checkpoint holds; of one that is spread over ranks what this rank of a Precision `run`
+        holds, read into its own tensors. Raises Refused for that of another run; differences: as of `check`.
         """
+        if self.ranks.spread and shards.is_there(self / CHECKPOINT):
+            found = shards.read_own_shards(self / CHECKPOINT, run, self.ranks, device)
+        else:
+            found = checkpoints.read(self.path)
         changed = differences(found["config"])
         if changed:
-            other = f"{self / CHECKPOINT} belongs to another model or recipe ({', '.join(changed)})"
-            raise Refused(f"{other}: put the run's own back, or choose another --name")
+            raise self.taken(f"holds the checkpoint of another model or recipe ({', '.join(changed)})")
         return found
 
     def flags(self):
@@ -269,8 +268,14 @@ class Folder:
             content = "".join(f"{json.dumps(row)}\n" for row in rows)
             write_atomically(path, lambda file: file.write(content.encode()))
 
-    def save(self, state, name=CHECKPOINT):
-        """Replace the checkpoint of this name."""
+    def save(self, state, name, device):
+        """Replace the checkpoint of this name; where a net is spread all ranks write their rows."""
+        if self.ranks.spread:
+            shards.write_shards(self / name, state, self.ranks, device)
+        else:
+            self._save(state, name)
+
+    def _save(self, state, name):
         self.put_back(state["step"])
         write_atomically(self / name, lambda file: checkpoints.write_checkpoint(file, state))
         shards.remove_shards(self / name)
@@ -322,6 +327,10 @@ class Folder:
             if name != "step":
                 self._board.add_scalar(name, value, row["step"])
 
+    def export(self, path, weights, config, step):
+        """As `export` above."""
+        export(path, weights, config, step)
+
     def show(self, pictures, name, step):
         """{title: grid [C, H, W] in [0, 1]} as samples/<name>.png, each but the first with its title in the
         name; and in TensorBoard while it is open.
@@ -355,7 +364,12 @@ class FolderOfOthers(Folder):
     def begin(self, *given):
         """It does this, and the following."""
 
-    save = log_to = log = begin
+    _save = export = log_to = log = begin
+
+
+def folder_of(path, ranks):
+    """The folder at `path` as this one of the ranks has it."""
+    return Folder(path, ranks) if ranks.main else FolderOfOthers(path, ranks)
 
 
 def _quieten_writers():

@@ -29,6 +29,7 @@ from harness.files import (
     no_checkpoint,
     read_json,
     write_json,
+    writing,
 )
 from harness.ranks import Followed, lost_process
 from lowprec.errors import Refused, first_line
@@ -136,11 +137,9 @@ def write_shards(path, state, ranks, device):
 def _make_folder(file, part):
     """An empty folder beside the place of the new one."""
     check_regular(file)
-    try:
+    with writing(part):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-    except OSError as error:
-        raise Refused(cant_write(part, error)) from None
 
 
 def _digests(part, ranks, device):
@@ -165,14 +164,12 @@ def _settle(file, part, name, tree, sums):
     while folder.exists():
         number += 1
         folder = file.with_name(f"{name}-{number}")
-    try:
+    with writing(folder):
         os.rename(part, folder)
         for place in (folder, folder.parent):
             handle = os.open(place, os.O_RDONLY)
             os.fsync(handle)
             os.close(handle)
-    except OSError as error:
-        raise Refused(cant_write(folder, error)) from None
     content = {"folder": folder.name, "files": sums, "state": tree}
     write_json(file, {"sha256": _digest_of(content), **content})
     _remove_folders_but(file, folder)
@@ -239,18 +236,17 @@ def _opened(path):
     content = read_json(file)
     claimed = content.pop("sha256", None)
     whole = set(content) == {"folder", "files", "state"} and claimed == _digest_of(content)
-    if not whole or not all(map(_is_name, [content["folder"], *content["files"]])):
+    if not whole:
         raise damaged(file)
+    for name in (content["folder"], *content["files"]):
+        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+            raise damaged(file, f"{name!r} is no file beside it")
     folder = file.with_name(content["folder"])
     there = {path.name for path in folder.glob("*")}
     for name in sorted(there ^ set(content["files"])):
         what = "does not belong there" if name in there else "is missing"
-        raise Refused(f"{folder}: {name} {what}; use another copy, or train again")
+        raise damaged(folder, f"{name} {what}")
     return content, folder
-
-
-def _is_name(name):
-    return isinstance(name, str) and os.path.basename(name) == name and name not in ("", ".", "..")
 
 
 def _verify(content, folder, rank=0, world=1):

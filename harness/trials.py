@@ -1,14 +1,11 @@
 """--trial: what each recipe costs on a net of train.py, tried in little; see lowprec/trials.
 
-make and settle are trainer.Trainer and strategies.settle, which stand above this room.
+training and settle make a trainer.TaskTraining and strategies.Run, which stand above this room.
 """
 
-from harness.batches import end_workers
 from harness.flags import check_none
-from harness.schedule import lr_factor
 from lowprec.advice.command import whole_number
 from lowprec.advice.plot import check_picture
-from lowprec.errors import Refused
 from lowprec.trials import command
 from lowprec.trials.trial import run_trial
 
@@ -24,34 +21,9 @@ IDLE_GROUPS = ("precision", "run")  # flags that say nothing of what is trained
 IDLE = ("epochs", "validate_every", "early_stop", "fsdp", "profile")
 
 
-class TaskTraining:
-    """A training.Training of a task. trainer: its Trainer, new."""
-
-    def __init__(self, trainer):
-        self.trainer, self.run = trainer, trainer.precision
-        trainer.ready()
-
-    def rate_at(self, step):
-        return self.trainer.rates[0] * lr_factor(self.trainer.config, step)
-
-    def step(self):
-        loss, _ = self.trainer.train_step(measure=False)
-        if self.trainer.step == self.trainer.config.steps:
-            end_workers(self.trainer.batches)
-        return loss
-
-    def held_out(self):
-        task, config = self.trainer.task, self.trainer.config
-        source = "raw" if config.weights == "raw" else "ema"
-        scores = task.validate(self.run.generator(source), self.trainer._fixed_rng())
-        if "loss" not in scores:
-            raise Refused(f"--task {config.task} has no loss on held-out data: --trial can't compare it")
-        return scores["loss"]
-
-
-def main(words, make, settle, table, subject_of):
-    """The exit status of `train.py --trial` with these words. table: of all flags; subject_of(run, name):
-    what advise is asked about.
+def main(words, training, settle, table, subject_of):
+    """The exit status of `train.py --trial` with these words. training(given), settle(given, typed): of flags
+    that were typed, {flag: value}; table: of all flags; subject_of(run, name): what advise is asked about.
     """
     parser = command.build_trial_parser("train.py --trial", HELP)
     parser.add_argument("--trial_steps", type=whole_number, help="of a training; default: a tenth of --steps")
@@ -65,7 +37,7 @@ def main(words, make, settle, table, subject_of):
     def trained(arm, seed):
         flags = dict(arm.flags)
         recipe = {**flags, "set": flags.pop("sites")} if "sites" in flags else flags
-        return TaskTraining(make(settle({**given, **little, **recipe, "seed": seed}, typed=True)))
+        return training({**given, **little, **recipe, "seed": seed})
 
     name = " ".join(["python train.py", *rest])
     out = args.out or f"trial-{whole.config.name}.json"

@@ -29,10 +29,6 @@ class Validation:
         self.best = self.step = None  # the best score, and the step of it
         self.waited = 0  # looks since then
 
-    def due(self, step):
-        """Whether to look after `step` steps."""
-        return bool(self.every) and step % self.every == 0
-
     def take(self, scores, step):
         """Take the scores of a look; True when the watched one is the best so far. NaN never is."""
         value = scores[self.name]

@@ -569,7 +569,7 @@ def test_bad_input_is_one_line_and_status_2(capsys):
     folder = saved(trained())
     path = folder / "checkpoint.pt"
     (folder / "metrics.jsonl").write_bytes(b"\x80\x00\n")
-    assert "metrics.jsonl, line 1 is no JSON object" in fails(str(folder))
+    assert "metrics.jsonl, line 1: it is no JSON object" in fails(str(folder))
     (folder / "metrics.jsonl").unlink()
     assert "--lr can't differ" in fails(str(folder), "--lr", "1")
     whole = path.read_bytes()

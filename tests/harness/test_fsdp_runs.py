@@ -127,7 +127,7 @@ def test_what_is_read_is_what_was_written(run, capsys):
         (lambda: victim.unlink(), "is missing"),
         (lambda: (victim.parent / "extra").touch(), "does not belong there"),
         (lambda: plain.write_text(json.dumps({**content, "folder": "../x"})), "is damaged"),
-        (lambda: plain.write_text("{"), "can't be read"),
+        (lambda: plain.write_text("{"), "can't read"),
     ):
         damage()
         with pytest.raises(Refused, match=word):

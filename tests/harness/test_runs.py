@@ -43,7 +43,7 @@ def test_lines_of_json():
     assert run_folder.read_lines(path) == [{"a": 1}, {"a": 2}]
     for bad in (b'{"a": 1}\n[2]\n', b'{"a": 1}\n\xff\xfe\n', b'{"a": 1}\n{"a"\n{"a": 3}\n'):
         path.write_bytes(bad)
-        with pytest.raises(Refused, match=r"rows\.jsonl, line 2 is no JSON object"):
+        with pytest.raises(Refused, match=r"rows\.jsonl, line 2: it is no JSON object"):
             run_folder.read_lines(path)
 
 
