@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.log import records  # noqa: E402
-from experiments.log.analysis import machine_of, scores_by_seed  # noqa: E402
+from experiments.log.analysis import differences, machine_of, scores_by_seed  # noqa: E402
 from experiments.log.definition import (  # noqa: E402
     HERE,
     ROOT,
@@ -50,7 +50,7 @@ from experiments.log.definition import (  # noqa: E402
     typed_run,
 )
 from harness.ending import Ended, ends_once  # noqa: E402
-from harness.flags import OneLineParser, natural  # noqa: E402
+from harness.flags import OneLineParser, checked, natural  # noqa: E402
 from harness.run_folder import environment  # noqa: E402
 from lowprec.errors import Refused  # noqa: E402
 from lowprec.machine import cpu_threads  # noqa: E402
@@ -182,11 +182,6 @@ def fork_server():
     return processes
 
 
-def arm_needed(arm):
-    """The arm whose run must end before this one's starts, or the arm itself."""
-    return arm.start if arm.after else arm.trained
-
-
 def execute_runs(todo, jobs, runs):
     """Run [(arm, seed)] in parallel, in order, an arm after the run it needs.
 
@@ -199,7 +194,8 @@ def execute_runs(todo, jobs, runs):
         while waiting or running:
             for arm, seed in list(waiting):
                 unfinished = {run_key(a, s) for a, s in [*waiting, *running.values()]}
-                needed = run_key(arm_needed(arm), seed)
+                # of the run that must end before this one starts, or its own
+                needed = run_key(arm.start if arm.after else arm.trained, seed)
                 if len(running) == jobs or (needed != run_key(arm, seed) and needed in unfinished):
                     continue
                 waiting.remove((arm, seed))
@@ -372,7 +368,9 @@ def tell_checks(experiment, args, again, known, bar):
         if same is None and base is not arm and (base, seed) in found:
             new = [again[run_key(one.source, seed)] for one in (arm, base)]
             own, its = map(records.figure_of_record, new, (arm.metric, base.metric))
-            found[arm, seed] = records.compare_gaps(arm, gaps(arm, known), own - its, seed)
+            gaps = differences(scores_by_seed(arm, known), scores_by_seed(base, known))
+            gaps = {at: gap for at, gap in gaps.items() if math.isfinite(gap)}  # of runs that did not diverge
+            found[arm, seed] = records.compare_gaps(arm, gaps, own - its, seed)
             paired.add((base, seed))
     for (arm, seed), (same, said) in found.items():
         if same is None and (arm, seed) in paired:
@@ -382,13 +380,6 @@ def tell_checks(experiment, args, again, known, bar):
             record = again[run_key(arm.source, seed)]
             records.note_check(arm, seed, same, said, record, machine_of(record))
     return int(not all(same or key in paired for key, (same, _) in found.items()))
-
-
-def gaps(arm, known):
-    """{seed: score of an arm minus its baseline's}, of runs that did not diverge."""
-    own, its = scores_by_seed(arm, known), scores_by_seed(arm.base, known)
-    found = {seed: own[seed] - its[seed] for seed in own if seed in its}
-    return {seed: gap for seed, gap in found.items() if math.isfinite(gap)}
 
 
 def with_partners(experiment, arms, seeds, known):
@@ -403,19 +394,13 @@ def with_partners(experiment, arms, seeds, known):
     return found
 
 
-def read_seeds(words):
-    """[0, 1, 2, 7] of ["0-2", "7"]."""
-    try:
-        spans = [[int(end) for end in word.split("-")] for word in words]
-    except ValueError:
-        spans = []
-    if not all(len(span) < 3 and span[0] <= span[-1] for span in spans):
-        spans = []
-    ranges = [range(span[0], span[-1] + 1) for span in spans]
-    if not ranges or sum(map(len, ranges)) > 1000:  # no experiment has as many
-        form = "write numbers or ranges, as in 0 1 2 or 0-11, 1,000 seeds at most"
-        raise Refused(f"--seeds {' '.join(words)}: {form}")
-    return list(dict.fromkeys(itertools.chain(*ranges)))
+def span_of(word):
+    """range(0, 3) of '0-2', range(7, 8) of '7'."""
+    first, _, last = word.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+spans = checked(span_of, lambda span: 0 < span.stop - span.start <= 1000, "a seed, or up to 1,000 as in 0-11")
 
 
 def parsed_arguments(argv):
@@ -429,7 +414,8 @@ def parsed_arguments(argv):
     add("number", metavar="NNN", help="number of the experiment")
     several = dict(nargs="+", action="extend")  # a flag given twice adds to itself
     add("--arm", **several, help="these arms (default: all; with --check the baseline)")
-    add("--seeds", **several, metavar="SEED", help="0 1 2 or 0-11 (default: all; with --check the first)")
+    which = "0 1 2 or 0-11 (default: all; with --check the first)"
+    add("--seeds", **several, type=spans, metavar="SEED", help=which)
     jobs = "runs at once, one thread each (default: the cores, %(default)s here)"
     add("--jobs", type=natural, default=cpu_threads(), help=jobs)
     add("--check", action="store_true", help="run again in a temporary folder and compare with the record")
@@ -438,15 +424,16 @@ def parsed_arguments(argv):
     add("--retry", action="store_true", help="run those again that failed")
     add("--dry_run", action="store_true", help="print the commands and stop")
     add("--runs", default=RUNS, help="where runs are kept (default: %(default)s in the repository)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.note and not args.check:
+        parser.error("--note keeps what a check came to: add --check")
+    args.seeds = list(dict.fromkeys(itertools.chain(*args.seeds or ())))
+    return args
 
 
 def main(argv=None, root=HERE):
     args = parsed_arguments(argv)
     try:
-        args.seeds = read_seeds(args.seeds) if args.seeds else None
-        if args.note and not args.check:
-            raise Refused("--note keeps what a check came to: add --check")
         experiment = load_experiment(args.number, Path(root).resolve())
         args.runs = args.runs if args.runs == RUNS else os.path.abspath(args.runs)
         folder = os.getcwd()

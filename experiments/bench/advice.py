@@ -5,9 +5,6 @@ at most. Peaks on a GPU are those of the record of `bench.py --gpu`.
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 
@@ -17,16 +14,15 @@ from benchmarks.common import (
     Command,
     built_net,
     loss_of_images,
-    markdown,
     parse_net,
     progress_bar,
     typed,
 )
 from benchmarks.records import of_record
+from experiments.bench import ROOT, printed_by_python
+from harness.printing import markdown_table
 from lowprec.advice.answer import advise
-from lowprec.errors import Refused
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 ADVISED_NETS = {  # what the page calls it: (flags of train.py, examples a step)
     "U-Net, 64x64 images": ("--model unet --size small --image_size 64", 4),
     "DiT-S/4, 64x64 images": ("--model dit --size S/4 --image_size 64", 4),
@@ -100,15 +96,6 @@ def advised_bytes(net):
     return {row["flags"]: row["total_bytes"] for row in answer["rows"]}
 
 
-def printed_by_python(words):
-    """What Python prints with these words, in a new process. Raises Refused where it fails."""
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise Refused(f"{words}: exit status {done.returncode}: {lines[-1]}")
-    return done.stdout
-
-
 def table(rows):
     """Markdown: told and real, in MiB, and by how much they differ."""
     heads = ["net", "flags", "told, MiB", "peak, MiB", "off, %"]
@@ -118,7 +105,7 @@ def table(rows):
         off = 100 * (peak / told - 1)
         sizes = [f"{told / BYTES_A_MIB:,.0f}", f"{peak / BYTES_A_MIB:,.0f}", f"{off:+.0f}"]
         lines.append([row["net"], f"`{row['flags']}`", *sizes])
-    return markdown(heads, lines)
+    return markdown_table([heads, *lines])
 
 
 TABLES = {"docs/advise.md": {"peaks": of_record(table, "cpu-advice")}}

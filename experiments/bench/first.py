@@ -6,19 +6,19 @@ end, seconds to every picture, and the scores. It compares nothing: the seconds 
 """
 
 import json
+import os
 import shlex
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import Command, Flag, markdown, progress_bar
+from benchmarks.common import Command, Flag, progress_bar
 from benchmarks.records import of_record
+from experiments.bench import printed_by_python
+from harness.printing import markdown_table
 from lowprec.errors import Refused
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 FIRST_RECIPE = "--pure_bf16 --stochastic"
 SHORT_RUN = "--steps 500 --ema_warmup"  # without a warm-up the average has not arrived by then
 RESNET = "--task classify --model resnet18"
@@ -76,7 +76,7 @@ def first(args, clock):
     with tempfile.TemporaryDirectory() as scratch, progress_bar(len(names)) as bar:
         for name in names:
             bar.set_postfix_str(name)
-            row = measured(name, args.runs or scratch, args)
+            row = measured(name, os.path.abspath(args.runs or scratch), args)
             rows.append(row)
             bar.write(f"{name:<14}{minutes(row):>6} minutes  {result(row)}")
             bar.update()
@@ -110,16 +110,12 @@ def measured(name, runs, args):
 
 def seconds_of(flags, args):
     """From the start of train.py to its end. Raises Refused when it fails."""
-    command = [sys.executable, str(ROOT / "train.py"), *flags, "--device", args.device.type]
+    words = ["train.py", *flags, "--device", args.device.type]
     if args.threads:
-        command += ["--threads", str(args.threads)]
+        words += ["--threads", str(args.threads)]
     start = time.perf_counter()
-    ended = subprocess.run(command, capture_output=True, text=True)
-    seconds = time.perf_counter() - start
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or ["no message"]
-        raise Refused(f"{shlex.join(command[1:])}: exit status {ended.returncode}: {lines[-1]}")
-    return seconds
+    printed_by_python(words)
+    return time.perf_counter() - start
 
 
 READ_LATER = {"vae": "vae", "teacher": "teacher"}  # row: the --name of a run that a later command reads
@@ -138,7 +134,8 @@ def table(rows):
         seen = min(row["pictures"].values()) / 60
         command = f"`{typed_row(row)}`"
         lines.append([command, f"{row['steps']:,}", f"{seen:.1f}", minutes(row), result(row)])
-    return markdown(["command", "steps", "first picture, minutes", "end, minutes", "what comes out"], lines)
+    head = ["command", "steps", "first picture, minutes", "end, minutes", "what comes out"]
+    return markdown_table([head, *lines])
 
 
 def minutes(row):
@@ -180,7 +177,7 @@ def tasks_table(rows):
     for row in rows:
         task, seen = TASK_TEXTS[row["name"]]
         lines.append([task, f"`{typed_row(row)}`", minutes(row), result(row), seen])
-    return markdown(["task", "command", "minutes", "what came out", "what you see"], lines)
+    return markdown_table([["task", "command", "minutes", "what came out", "what you see"], *lines])
 
 
 TABLES = {

@@ -25,9 +25,10 @@ from typing import NamedTuple
 import torch
 
 import strategies
-from benchmarks.common import Command, Flag, markdown, progress_bar
+from benchmarks.common import Command, Flag, progress_bar
 from benchmarks.records import of_record
 from harness.batches import read_batches
+from harness.printing import markdown_table
 from lowprec.kernels import cpu_products
 from lowprec.rounding import Stream, stream
 from tasks.task import Rng, to_device
@@ -228,7 +229,7 @@ def table(rows):
         skipped = max(row["skipped"] for row in own)
         lines.append([name, told, f"{100 * zeros:.1f}", str(skipped)])
     change = "held-out loss against fp32, %: mean (smallest to largest)"
-    return markdown(["held in", change, "of exp_avg_sq 0, %", "steps skipped, at most"], lines)
+    return markdown_table([["held in", change, "of exp_avg_sq 0, %", "steps skipped, at most"], *lines])
 
 
 TABLES = {"docs/formats.md": {"fp16": of_record(table, "cpu-fp16")}}

@@ -39,10 +39,11 @@ import torch
 import torch.nn.functional as F
 
 import strategies
-from benchmarks.common import Command, DeviceClock, Flag, markdown, parse_net, prepared, timed, training_step
+from benchmarks.common import Command, DeviceClock, Flag, parse_net, prepared, timed, training_step
 from benchmarks.records import of_record
 from experiments.bench.fp16_weights import Training, Way
 from harness.batches import end_workers
+from harness.printing import markdown_table
 from lowprec.kernels import cpu_products
 from lowprec.layers.flops import module_flops
 from lowprec.rounding import Stream, stream
@@ -362,7 +363,7 @@ def guide_text(row):
 
 
 def table(rows):
-    return markdown(["measured", "figure"], [[row["what"], guide_text(row)] for row in rows])
+    return markdown_table([["measured", "figure"], *[[row["what"], guide_text(row)] for row in rows]])
 
 
 GUIDE_TEXTS = {  # question: (what guides say, whether it holds)
@@ -406,7 +407,7 @@ def docs_table(rows):
         own = [row for row in rows if row["question"] == question]
         found = "; ".join(f"{row['what']}: {guide_text(row)}" for row in own)
         lines.append([said, found, verdict])
-    return markdown(["the guides say", "measured here", "holds?"], lines)
+    return markdown_table([["the guides say", "measured here", "holds?"], *lines])
 
 
 TABLES = {"docs/evidence-tables.md": {"guides": of_record(docs_table, "cpu-guides")}}

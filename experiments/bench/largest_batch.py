@@ -21,7 +21,6 @@ from benchmarks.common import (
     built_net,
     check_nets,
     loss_of_images,
-    markdown,
     nets_flag,
     or_dash,
     parse_net,
@@ -32,8 +31,10 @@ from benchmarks.common import (
     typed,
 )
 from benchmarks.records import H100, of_record
-from harness.batch_size import TrialMemory, check_full, largest_power_of_two, survives
+from harness.batch_size import TrialMemory, largest_power_of_two, never_full, survives
+from harness.printing import markdown_table
 from lowprec.advice.answer import advise
+from lowprec.errors import Refused
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
@@ -51,8 +52,9 @@ BATCH_RECIPES = (
 
 def check(args):
     check_nets(args.nets)
-    if not args.most:
-        check_full(args.device, f"batch --device {args.device}", "--most 4 rehearses it")
+    why = never_full(args.device)
+    if why and not args.most:
+        raise Refused(f"batch --device {args.device}: {why}; --most 4 rehearses it")
     for name in args.recipes:
         check_machine(recipe(**RECIPES[name]), args.device)
 
@@ -142,7 +144,7 @@ def table(rows):
             times = f"{row['batch'] / first:.2f}" if first else "-"
             told = or_dash(row["told"], "d")
             lines.append([spec.rpartition(":")[0], row["recipe"], str(row["batch"]), times, told])
-    return markdown(["net", "recipe", "largest batch", "times the first", "advise tells"], lines)
+    return markdown_table([["net", "recipe", "largest batch", "times the first", "advise tells"], *lines])
 
 
 TABLES = {"docs/speed.md": {"gpu batch": of_record(table, f"{H100}-batch", f"{H100}-batch-unet")}}

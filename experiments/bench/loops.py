@@ -22,7 +22,6 @@ from benchmarks.common import (
     Command,
     Flag,
     in_turn,
-    markdown,
     progress_bar,
     rows_by,
     started_cells,
@@ -31,6 +30,7 @@ from benchmarks.common import (
 )
 from benchmarks.records import of_record
 from experiments.bench.other_loops import KINDS_OF_PRECISION, LOOPS, stepper
+from harness.printing import markdown_table
 from lowprec.attention import attend
 from lowprec.errors import Refused
 
@@ -162,7 +162,7 @@ def net_table(rows):
     lines = []
     for loop in (*LOOPS, "ours"):
         lines.append([loop, *(cells.get((loop, kind), "-") for kind in KINDS_OF_PRECISION)])
-    return markdown(["loop", *KINDS_OF_PRECISION], lines)
+    return markdown_table([["loop", *KINDS_OF_PRECISION], *lines])
 
 
 def draw_speeds(rows, path):
@@ -277,7 +277,7 @@ def task_speeds_table(rows):
         quartiles = f"{low:.2f} to {high:.2f}"
         lines.append([task, f"`{bare['flags']}`", *times, f"{statistics.median(ratios):.2f}", quartiles])
     heads = ["task", "command", "bare loop, ms", "ours, ms", "ours / bare loop", "half of the rounds"]
-    return markdown(heads, lines)
+    return markdown_table([heads, *lines])
 
 
 # ---- The page ----------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def bare_and_ours_table(rows):
     for kind in KINDS_OF_PRECISION:
         for loop in BARE_AND_OURS:
             lines.append([f"{loop}, {kind}", *(ratios[loop, kind, net] for net in LOOP_NETS)])
-    return markdown(["loop", *LOOP_NETS], lines)
+    return markdown_table([["loop", *LOOP_NETS], *lines])
 
 
 TABLES = {

@@ -6,9 +6,10 @@ rounding, and in bitsandbytes' own AdamW8bit.
 
 import torch
 
-from benchmarks.common import ADAMW_OPTIONS, Command, Flag, markdown, moment_formats, moments_in, progress_bar
+from benchmarks.common import ADAMW_OPTIONS, Command, Flag, moment_formats, moments_in, progress_bar
 from benchmarks.conformance_writes import after_a_drop
 from benchmarks.records import of_record
+from harness.printing import markdown_table
 from lowprec.optimizers import build, rounded
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
@@ -63,7 +64,7 @@ def moments_table(rows):
     for row in rows:
         name = title.get(row["name"], row["name"].replace(" ", ", "))
         lines.append([name, f"{row['dropped']:.2f}", f"{row['others']:.2f}"])
-    return markdown(["exp_avg_sq", "of the dropped half", "of the others"], lines)
+    return markdown_table([["exp_avg_sq", "of the dropped half", "of the others"], *lines])
 
 
 TABLES = {"docs/formats.md": {"moments": of_record(moments_table, "cpu-moments")}}

@@ -10,7 +10,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import Command, check_nets, markdown, nets_flag, parse_net, prepared, progress_bar
+from benchmarks.common import Command, check_nets, nets_flag, parse_net, prepared, progress_bar
+from harness.printing import markdown_table
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
@@ -85,7 +86,7 @@ def reduction(args, clock):
 def reduction_table(rows):
     """Markdown of the rows of `reduction`."""
     lines = [[row["net"], row["name"], f"{row['decibels']:.2f}"] for row in rows]
-    return markdown(["net", "where", "dB"], lines)
+    return markdown_table([["net", "where", "dB"], *lines])
 
 
 COMMAND = Command(

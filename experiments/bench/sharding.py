@@ -23,11 +23,11 @@ from benchmarks.common import (
     Flag,
     built_net,
     check_nets,
-    markdown,
     nets_flag,
     parse_net,
 )
 from benchmarks.records import of_record
+from harness.printing import markdown_table
 from lowprec.advice import footprint
 from lowprec.optimizers import buckets
 from lowprec.parts.activations import recomputed_blocks
@@ -69,7 +69,7 @@ def table():
     heads = ["net", "flags", "gathered"]
     for world in WORLDS_SHOWN:
         heads.append("1 GPU" if world == 1 else f"{world} GPUs")
-    return markdown(heads, arithmetic_rows())
+    return markdown_table([heads, *arithmetic_rows()])
 
 
 # ---- Measured ----------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def measured_table(rows):
             off = round(row["held"] - row["said"])
             sizes = [f"{row['held'] / 2**20:.1f}", f"{row['said'] / 2**20:.1f}"]
             lines.append([row["net"], row["flags"], *sizes, str(off)])
-    return markdown(heads, lines)
+    return markdown_table([heads, *lines])
 
 
 TABLES = {

@@ -25,7 +25,6 @@ from benchmarks.common import (
     Cell,
     Command,
     Flag,
-    markdown,
     or_dash,
     progress_bar,
     started_cells,
@@ -33,6 +32,7 @@ from benchmarks.common import (
 )
 from benchmarks.records import of_record
 from harness.flags import count
+from harness.printing import markdown_table
 from harness.validation import steps_an_epoch
 from lowprec.errors import Refused
 from lowprec.parts.activations import Meter
@@ -245,7 +245,7 @@ def system_table(rows):
             lines.append([row["name"], row["note"], *[""] * (len(heads) - 2)])
         else:
             lines.append([row["name"], *system_figures(row, ms_an_item(ran[0]))])
-    return markdown(heads, lines)
+    return markdown_table([heads, *lines])
 
 
 def one_table(rows, name):

@@ -70,7 +70,7 @@ def comparison(arm, known):
     """(pairs, stats.Equivalence, or None with fewer than two) of an arm against its baseline."""
     own = scores_by_seed(arm, known)
     base = scores_by_seed(arm.base, known)
-    paired = differences(own, base)
+    paired = list(differences(own, base).values())
     if len(paired) < 2:
         return len(paired), None
     due, level = look_of(arm.experiment, len(paired))
@@ -81,8 +81,8 @@ def comparison(arm, known):
 
 
 def differences(own, base):
-    """[own minus base] of {seed: score}, of the seeds that both have."""
-    return [own[seed] - base[seed] for seed in own if seed in base]
+    """{seed: own minus base} of {seed: score}, of the seeds that both have."""
+    return {seed: own[seed] - base[seed] for seed in own if seed in base}
 
 
 def verdict(pairs, result):
@@ -190,13 +190,8 @@ def losses(records, weights):
 def of_one_kind(own, base):
     """(what it is, {seed: loss} of an arm, the same of its baseline): a loss that all these runs have."""
     held = [held for held, _ in [*own.values(), *base.values()]]
-    if held and None not in held:
-        return HELD_OUT, column_of(own, 0), column_of(base, 0)
-    return "training loss", column_of(own, 1), column_of(base, 1)
-
-
-def column_of(table, place):
-    return {name: values[place] for name, values in table.items()}
+    kind, place = (HELD_OUT, 0) if held and None not in held else ("training loss", 1)
+    return kind, *({seed: both[place] for seed, both in table.items()} for table in (own, base))
 
 
 SLIGHTLY_WORSE = "slightly worse"

@@ -189,10 +189,10 @@ class Cells:
             chosen = [arm for arm in chosen if self.faults[arm][i] == faulty]
         if not chosen:
             return []
-        return [self.mean_log(chosen, seed) for seed in self.seeds]
-
-    def mean_log(self, arms, seed):
-        return statistics.fmean(math.log10(self.values[arm][seed]) for arm in arms)
+        logs = []
+        for seed in self.seeds:
+            logs.append(statistics.fmean(math.log10(self.values[arm][seed]) for arm in chosen))
+        return logs
 
     def of_a_pair(self, i, j):
         """[by how much i's effect on the log score is larger where j is faulty] of the seeds, or []."""

@@ -19,6 +19,7 @@ try:
 except ImportError:  # Python 3.10, where pytest brings it
     import tomli as tomllib
 
+from harness.files import reading
 from lowprec.errors import Refused
 
 HERE = Path(__file__).resolve().parent.parent  # experiments/
@@ -56,9 +57,10 @@ class Arm:
     marked: str = ""  # one of MARK_TEXTS: why git does not show that its prediction came before its results
     baseline_was: str = ""  # the baseline that it had before its results were there
 
-    # load sets six more: `experiment`, the one it belongs to; `base`, the arm that it is compared with;
+    # load sets seven more: `experiment`, the one it belongs to; `base`, the arm that it is compared with;
     # `lower_is_better`, of its metric; `trained`, the arm whose run it reads, or itself; `source`, the arm
-    # whose records hold its scores; `start`, the arm it trains after, or itself
+    # whose records hold its scores; `start`, the arm it trains after, or itself; `needed`, the arm whose run
+    # has to be there first, or None
 
 
 @dataclasses.dataclass
@@ -131,12 +133,14 @@ def load_experiment(number, root=HERE, loaded=None):
         names = ", ".join(folder.name for folder in known.values())
         raise Refused(f"no experiment {number}; there are: {names or 'none yet'}")
     path = known[number] / "experiment.toml"
-    experiment = _filled_dataclass(Experiment, _read_toml(path), path)
+    with reading(path):
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    experiment = _filled_dataclass(Experiment, table, path)
     experiment.number, experiment.folder = number, known[number]
     loaded[number] = experiment
     experiment.arms = [_filled_dataclass(Arm, table, f"{path}: an arm") for table in experiment.arms]
     experiment.looks = [_filled_dataclass(Look, table, f"{path}: a look") for table in experiment.looks]
-    _check_values(experiment, path)
+    _refuse_first(_wrong_values(experiment), path)
     for arm in experiment.arms:
         arm.experiment = experiment
         arm.metric = arm.metric or experiment.metric
@@ -146,8 +150,14 @@ def load_experiment(number, root=HERE, loaded=None):
         arm.baseline = arm.base.name
     for arm in experiment.arms:
         _link_arm(arm, root, loaded)
-        _check_links(arm, path)
+        _refuse_first(_wrong_links(arm), path)
     return experiment
+
+
+def _refuse_first(wrong, path):
+    """Raise Refused for the first of the lines that say what is wrong in a file."""
+    for line in wrong:
+        raise Refused(f"{path}: {line}")
 
 
 VERDICT_LEVEL = 0.05  # of the one look that is planned where nothing is said
@@ -163,33 +173,28 @@ def look_of(experiment, pairs):
     return due.pairs, due.level
 
 
-def _read_toml(path):
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"{path} is not TOML: {error}") from None
-    except OSError as error:
-        raise Refused(f"{path}: {error.strerror}; it is a file that this user can read") from None
-
-
 def _filled_dataclass(kind, table, where):
     """A dataclass of this kind from a table of TOML, each value checked against the type of its field."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    for key, value in table.items():
-        if key not in fields:
-            raise Refused(f"{where}: unknown key '{key}'; the keys are {', '.join(fields)}")
-        wanted = fields[key].type
-        fits = type(value) is wanted or (wanted is float and type(value) is int)
-        if not fits:
-            raise Refused(f"{where}: {key} is a {wanted.__name__}, not {value!r}")
-    for name, field in fields.items():
-        if field.default is field.default_factory is dataclasses.MISSING and name not in table:
-            raise Refused(f"{where}: '{name}' is missing")
+    _refuse_first(_wrong_keys(kind, table), where)
     return kind(**table)
 
 
-def _check_values(experiment, path):
-    """Refuse values of the right type that make no sense."""
+def _wrong_keys(kind, table):
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key, value in table.items():
+        if key not in fields:
+            yield f"unknown key '{key}'; the keys are {', '.join(fields)}"
+            return
+        wanted = fields[key].type
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            yield f"{key} is a {wanted.__name__}, not {value!r}"
+    for name, field in fields.items():
+        if field.default is field.default_factory is dataclasses.MISSING and name not in table:
+            yield f"'{name}' is missing"
+
+
+def _wrong_values(experiment):
+    """Lines on values of the right type that make no sense."""
     arms, seeds = experiment.arms, experiment.seeds
     names = {arm.name for arm in arms}
     pairs = [look.pairs for look in experiment.looks]
@@ -205,18 +210,18 @@ def _check_values(experiment, path):
         (all(0 < look.level <= VERDICT_LEVEL for look in experiment.looks), "a level is above 0, up to 0.05"),
     ]:
         if not sound:
-            raise Refused(f"{path}: {what}")
+            yield what
     flags = list(experiment.common)
     for arm in arms:
-        _check_arm(arm, path)
+        yield from _wrong_in_arm(arm)
         # an arm that only samples may draw its images from another seed
         flags += [flag for flag in arm.flags if not (arm.of and flag == "--seed")]
     if pairs and len(seeds) > pairs[-1]:
         used = f"its looks are used up at {pairs[-1]} pairs, and it has {len(seeds)} seeds"
-        raise Refused(f"{path}: {used}; looks are planned before the runs: take a new number for more")
+        yield f"{used}; looks are planned before the runs: take a new number for more"
     for flag in flags:
         if flag.partition("=")[0] in NOT_AN_ARMS:
-            raise Refused(f"{path}: {flag} is no flag of an arm: {', '.join(NOT_AN_ARMS)} are left to run.py")
+            yield f"{flag} is no flag of an arm: {', '.join(NOT_AN_ARMS)} are left to run.py"
 
 
 FLAGS_ARE = 'flags are strings, as typed: ["--steps", "3000"]'
@@ -226,8 +231,7 @@ def is_text(x):
     return isinstance(x, str)
 
 
-def _check_arm(arm, path):
-    """Refuse values of an arm that have the right type and make no sense."""
+def _wrong_in_arm(arm):
     name = re.fullmatch(r"[A-Za-z0-9][\w.+=-]*", arm.name)
     for sound, what in [
         (name, "names of arms become folders: letters, digits and _.+=- only"),
@@ -240,7 +244,7 @@ def _check_arm(arm, path):
         (arm.marked in ("", *MARK_TEXTS), f"marked is one of {', '.join(MARK_TEXTS)}"),
     ]:
         if not sound:
-            raise Refused(f"{path}: {what}")
+            yield what
 
 
 # ---- Links between arms ------------------------------------------------------------------------------------
@@ -251,14 +255,14 @@ def _link_arm(arm, root, loaded, seen=()):
 
     Both name an arm of its experiment or, as "001/fp32", of another.
     """
-    where = f"{arm.experiment.folder / 'experiment.toml'}: arm {arm.name}"
     arm.trained = arm.source = arm.start = arm
+    arm.needed = None
 
     def named(words):
         number, _, name = words.rpartition("/")
         other = (load_experiment(number, root, loaded) if number else arm.experiment).arm(name)
         if other in (arm, *seen):
-            raise Refused(f"{where} leads back to itself by way of {words}")
+            raise Refused(f"{arm.experiment.number}/{arm.name} leads back to itself by way of {words}")
         _link_arm(other, root, loaded, (arm, *seen))
         return other
 
@@ -269,22 +273,23 @@ def _link_arm(arm, root, loaded, seen=()):
     if arm.after:
         other = named(arm.after)
         arm.start = other.trained
-    needs_run = arm.after or (arm.of and arm.flags)
-    if needs_run and other.source is not other.trained:
+    if arm.after or (arm.of and arm.flags):
+        arm.needed = other
+
+
+def _wrong_links(arm):
+    if arm.needed and arm.needed.source is not arm.needed.trained:
         why = "which trains nothing itself; name the arm that trains"
-        raise Refused(f"{where} needs the run of {other.name}, {why}")
-
-
-def _check_links(arm, path):
+        yield f"arm {arm.name} needs the run of {arm.needed.name}, {why}"
     for other in (arm.trained, arm.start):
         for seed in arm.experiment.seeds:
             if seed not in other.experiment.seeds:
                 needed = f"{other.name} of experiment {other.experiment.number}, which has no seed {seed}"
-                raise Refused(f"{path}: arm {arm.name} needs {needed}; add it there")
+                yield f"arm {arm.name} needs {needed}; add it there"
     fills_in = any("{after}" in flag for flag in arm.flags)
     if bool(arm.after) != fills_in or (arm.after and arm.of):
         rule = "an arm with `after` trains (no `of`), and {after} stands in its flags for that run's folder"
-        raise Refused(f"{path}: arm {arm.name}: {rule}")
+        yield f"arm {arm.name}: {rule}"
 
 
 # ---- Commands ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from benchmarks.common import BYTES_A_GIB
 from experiments import bench
 from experiments.log import overview, stats
 from experiments.log.analysis import loss_comparison, scores_by_seed
-from experiments.log.tables import markdown_table
+from harness.printing import markdown_table
 from lowprec.advice.answer import advise
 from lowprec.advice.subjects import of_count
 from lowprec.errors import Refused
@@ -85,7 +85,7 @@ NOT_RECORDED = "-"
 
 def loss_change(number, arm, experiments, known):
     """'+0.37 [+0.33, +0.40] (6)': the change of the held-out loss in percent, its interval, pairs."""
-    experiment = next(one for one in experiments if one.number == number)
+    experiment = experiments[number]
     _, pairs, change = loss_comparison(experiment.arm(arm), known)
     if change is None:
         return NOT_RECORDED
@@ -110,7 +110,7 @@ def from_scratch_table(number, experiments, known):
     """The arms of an experiment that trained: their flags, and what each loses against the baseline. Arms
     that read the same runs again have columns.
     """
-    experiment = next(one for one in experiments if one.number == number)
+    experiment = experiments[number]
     arms = {arm.name: arm for arm in experiment.arms}
     columns = {}  # how the names of arms end: the column that they fill
     for name, arm in arms.items():
@@ -189,9 +189,8 @@ def finetuned_table(columns, rows, fp32, experiments, known):
     for flags, name in rows.items():
         cells = []
         for number, net, rate in columns.values():
-            experiment = next(one for one in experiments if one.number == number)
             names = (f"{net}before", f"{net}{fp32}-{rate}", f"{net}{name}-{rate}")
-            cells.append(share_kept(experiment, names, known))
+            cells.append(share_kept(experiments[number], names, known))
         table.append([f"`{flags}`", *cells])
     return markdown_table(table)
 
@@ -220,6 +219,7 @@ def share_kept(experiment, names, known):
 def tables_of_pages(experiments, known):
     """{page: {name of a table: a function that makes it}}."""
     found = overview.settings(experiments, known)
+    experiments = {one.number: one for one in experiments}
     pages = {
         "README.md": {"claim": lambda: overview.claim(found)},
         "docs/recipes.md": {

@@ -82,21 +82,15 @@ class Evidence:
         """"011/bf16.held_out" -> its text. Raises Refused."""
         name, _, figure = reference.rpartition(".")
         number, _, arm_name = name.partition("/")
-        if figure not in ARM_FIGURES:
-            has = ", ".join(ARM_FIGURES)
-            raise Refused(f"{{{reference}}}: an arm has no figure '{figure}'; it has {has}")
-        if number not in self.experiments:
-            raise Refused(f"there is no experiment {number}, which {{{name}}} names")
-        arm = self.experiments[number].arm(arm_name)
-        pairs, _ = comparison(arm, self.known)
-        if not scores_by_seed(arm, self.known):
-            raise Refused(f"{{{name}}} has no record yet: python experiments/run.py {number}")
-        if pairs < 2 and arm.name != arm.baseline:
-            raise Refused(f"{{{reference}}}: fewer than two pairs are recorded")
         try:
+            arm = self.experiments[number].arm(arm_name)
+            pairs, _ = comparison(arm, self.known)
+            if pairs < 2 and arm.name != arm.baseline:
+                raise LookupError
             return ARM_FIGURES[figure](arm, self.known)
-        except (KeyError, AttributeError, statistics.StatisticsError):
-            raise Refused(f"{{{reference}}}: the records of {name} do not hold that") from None
+        except (LookupError, AttributeError, statistics.StatisticsError):
+            wanted = f"an experiment, an arm, one of {', '.join(ARM_FIGURES)}, and two pairs of records"
+            raise Refused(f"{{{reference}}}: there is no such figure; it takes {wanted}") from None
 
 
 def filled_text(text, evidence):

@@ -17,7 +17,6 @@ import functools
 import math
 import re
 import statistics
-from collections import Counter
 
 from experiments.log import stats
 from experiments.log.analysis import (
@@ -26,14 +25,13 @@ from experiments.log.analysis import (
     comparison,
     loss_changes,
     records_of,
-    training_flags,
     weights_of_score,
 )
 from experiments.log.definition import ROOT, look_of, run_command_words, run_key
-from experiments.log.tables import compact_table
 from experiments.run import flags_of_words
+from harness.printing import compact_table
 from lowprec.errors import Refused
-from lowprec.evidence import DEFAULT_OF_FLAG, KIND_OF_MODEL, short_count
+from lowprec.evidence import DEFAULT_OF_FLAG, KIND_OF_MODEL, recipe_key, short_count
 
 AUTOCAST, NEAREST, STOCHASTIC = "--bf16", "--pure_bf16", "--pure_bf16 --stochastic"
 STOCHASTIC_8BIT = "--pure_bf16 --stochastic --opt8bit"
@@ -48,7 +46,6 @@ RECIPE_TITLES = {  # the flags that a recipe adds to fp32's: what the tables cal
     "--fp8": "FP8 products",
 }
 AGAINST_AUTOCAST = "stochastic against autocast"
-EMULATED_FLAGS = ("--fp8_backend", "emulate")  # says where FP8 runs, and changes no recipe
 
 PARAMETERS = {  # (--model, --size, what --data begins with): parameters of the net
     ("unet", "tiny", ""): 164_689,
@@ -107,6 +104,12 @@ SAID_ELSEWHERE = {  # flags in which the runs of one setting may differ
     *("samples", "sample_steps", "sample_batch", "length", "prompt", "temperature", "top_k", "guidance"),
 }
 FOLDER_FLAGS = ("finetune", "teacher", "vae")  # runs that each seed has its own of
+# flags in which a recipe and its fp32 may differ without being another training
+MAY_DIFFER = {
+    *("seed", "name", "optimizer", "fp8_backend", "average", "weights"),
+    *DEFAULT_OF_FLAG,
+    *FOLDER_FLAGS,
+}
 
 
 def setting_key(flags):
@@ -286,28 +289,34 @@ def add_record(setting, recipe, arm, changes, known):
     cell.waits |= result is not None and result.verdict == WAITING_VERDICT
 
 
-def recipe_of_arm(arm):
-    """The key of RECIPE_TITLES that an arm adds to its baseline, which has none; else None."""
+def beside_baseline(arm):
+    """({flag: value} of an arm, those of its baseline, the names in which they differ); None unless it trains
+    as its baseline but for MAY_DIFFER.
+    """
     base = arm.base
     samples_alone = arm.source.of and arm.source.flags
-    if arm is base or samples_alone or weights_of_score(arm) != weights_of_score(base):
+    if arm is base or samples_alone:
         return None
-    own, against = Counter(recipe_flags(arm)), Counter(recipe_flags(base))
-    if against - own or set(against) & {"--bf16", "--pure_bf16", "--fp16", "--fp8"}:
-        return None
-    added = sorted((own - against).elements())
-    for flags in RECIPE_TITLES:
-        if sorted(flags.split()) == added:
-            return flags
-    return None
+    own, plain = flags_of(arm.trained), flags_of(base.trained)
+    unlike = {name for name in own if own[name] != plain.get(name)}
+    return (own, plain, unlike) if unlike <= MAY_DIFFER else None
 
 
-def recipe_flags(arm):
-    flags = training_flags(arm.trained)
-    at = flags.index(EMULATED_FLAGS[0]) if EMULATED_FLAGS[0] in flags else None
-    if at is not None and flags[at + 1] == EMULATED_FLAGS[1]:
-        del flags[at : at + 2]
-    return flags
+def recipe_of_arm(arm):
+    """The key of RECIPE_TITLES that an arm adds to its baseline, which has none; else None."""
+    both = beside_baseline(arm)
+    if both is None or weights_of_score(arm) != weights_of_score(arm.base):
+        return None
+    own, plain, unlike = both
+    if "optimizer" in unlike or any(plain[name] for name in ("bf16", "pure_bf16", "fp16", "fp8")):
+        return None
+    return _titled().get(recipe_key({name: own[name] for name in unlike}))
+
+
+@functools.cache
+def _titled():
+    """{key of a recipe: its flags as RECIPE_TITLES has them}"""
+    return {recipe_key(flags_of_words(flags.split())): flags for flags in RECIPE_TITLES}
 
 
 # ---- The table of groups -----------------------------------------------------------------------------------

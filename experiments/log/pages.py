@@ -25,7 +25,8 @@ from experiments.log.analysis import (
 from experiments.log.curves import factorials, generation_ranges
 from experiments.log.definition import MARK_TEXTS
 from experiments.log.records import noted_checks
-from experiments.log.tables import decimals_of, figure_text, markdown_table, percent
+from experiments.log.tables import decimals_of, figure_text, percent
+from harness.printing import markdown_table
 from lowprec.errors import Refused
 
 CORES_OF_A_MACHINE = 2  # that the cost to reproduce is quoted for
@@ -56,7 +57,8 @@ def experiment_page(experiment, known, old=""):
     where = f"{experiment.folder.name}/README.md"
     used = pairs_looked_at(experiment, old)
     text = with_part(old or empty_page(), "results", results_part(experiment, known, used), where)
-    return with_part(text, "verdict", conclusion_part(experiment), where)
+    verdict = experiment.verdict.strip().rstrip(".") or "None yet"
+    return with_part(text, "verdict", f"**Verdict.** {verdict}.", where)
 
 
 # ---- Looks -------------------------------------------------------------------------------------------------
@@ -152,10 +154,6 @@ def complete_pairs(experiment, known):
         if arm.name != arm.baseline and comparison(arm, known)[0] == full:
             return full
     return 0
-
-
-def conclusion_part(experiment):
-    return f"**Verdict.** {experiment.verdict.strip().rstrip('.') or 'None yet'}."
 
 
 def arms_told(experiment, rows):

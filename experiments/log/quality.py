@@ -13,10 +13,9 @@ from benchmarks.common import RECIPES, rows_by
 from benchmarks.records import H100_COMPILED, milliseconds, rows_of_record, whole_record
 from experiments.log.analysis import HELD_OUT, loss_comparison
 from experiments.log.definition import ROOT
-from experiments.log.overview import FOLDER_FLAGS, PARAMETERS, flags_of, net_of
+from experiments.log.overview import PARAMETERS, beside_baseline, net_of
 from lowprec.advice.machines import kind_of_cpu, kind_of_gpu
 from lowprec.evidence import (
-    DEFAULT_OF_FLAG,
     FP32,
     KIND_OF_MODEL,
     EvidenceRow,
@@ -31,29 +30,9 @@ CAUTION = (
     "a few thousand steps, at a learning rate chosen for fp32. Nobody drew these nets at random."
 )
 WEIGHTS_NAMES = {"ema": "average", "raw": "last"}  # what a record calls them: what a row does
-# flags in which a recipe and its fp32 may differ without being another training; of folders
-# of runs each may have its own
-MAY_DIFFER = {
-    *("seed", "name", "optimizer", "fp8_backend", "average", "weights"),
-    *DEFAULT_OF_FLAG,
-    *FOLDER_FLAGS,
-}
 
 
 # ---- Rows --------------------------------------------------------------------------------------------------
-
-
-def recipe_beside_fp32(arm):
-    """(flags of the arm, flags of its baseline), or None unless the arm is a recipe beside fp32."""
-    base = arm.base
-    samples_alone = arm.source.of and arm.source.flags
-    if arm is base or samples_alone:
-        return None
-    own, plain = flags_of(arm.trained), flags_of(base.trained)
-    if recipe_key(plain) != FP32 or recipe_key(own) == FP32:
-        return None
-    unlike = {name for name in own if own[name] != plain[name]}
-    return (own, plain) if unlike <= MAY_DIFFER else None
 
 
 def comparisons(experiments, known):
@@ -63,15 +42,18 @@ def comparisons(experiments, known):
         if experiment.miniature:
             continue
         for arm in experiment.arms:
-            both = recipe_beside_fp32(arm)
+            both = beside_baseline(arm)
             if both is None:
+                continue
+            own, plain, _ = both
+            if recipe_key(plain) != FP32 or recipe_key(own) == FP32:
                 continue
             base = arm.base.trained
             for weights in WEIGHTS_NAMES:
                 kind, pairs, change = loss_comparison(arm, known, weights)
                 if change is None or kind != HELD_OUT:
                     continue
-                row = evidence_row(arm, both[0], weights, pairs, change)
+                row = evidence_row(arm, own, weights, pairs, change)
                 same = base, row.recipe, row.optimizer, weights
                 if same not in found or pairs > found[same].pairs:
                     found[same] = row

@@ -75,20 +75,15 @@ def recorded(experiment, repair=False):
     Raises Refused for records of other arms or flags.
     """
     path, found = experiment.folder / "results.jsonl", {}
-    names = {arm.name for arm in experiment.arms}
+    arms = {arm.name: arm for arm in experiment.arms}
     for record in read_records(path, repair):
         name, seed = record["arm"], record["seed"]
-        if name not in names:
-            raise Refused(
-                f"{path} holds arm '{name}', which experiment.toml lacks: put it back, or delete its lines"
-            )
-        arm = experiment.arm(name)
-        if record["command"] != typed_run(arm, seed):
+        if name not in arms or record["command"] != typed_run(arms[name], seed):
             raise Refused(
                 f"{path}: arm {name}, seed {seed} was run with other flags than experiment.toml has now: "
-                f"give the changed arm another name, or delete its lines"
+                "put them back, give the changed arm another name, or delete its lines"
             )
-        found[run_key(arm, seed)] = record
+        found[run_key(arms[name], seed)] = record
     return found
 
 
@@ -131,9 +126,14 @@ def _results(arm, seed, folder):
         ledger = result.get("ledger", {})
     elif (folder / "ledger.json").exists():
         ledger = read_json(folder / "ledger.json")
+    scores, reference = {}, {}
+    for source, own in result["scores"].items():
+        scores[source] = {**own, "trace": _thinned(own["trace"])} if "trace" in own else own
+    for end, own in result["reference"].items():
+        reference[end] = {name: value for name, value in own.items() if not name.startswith("pixel_")}
     found = {
-        "scores": {source: _short_scores(own) for source, own in result["scores"].items()},
-        "reference": {end: _without_pixels(own) for end, own in result["reference"].items()},
+        "scores": scores,
+        "reference": reference,
         "seconds": 0.0 if arm.of else summary.get("seconds"),
         "scoring_seconds": result.get("scoring_seconds", 0.0),
     }
@@ -148,28 +148,18 @@ def _results(arm, seed, folder):
     return found
 
 
-def _short_scores(scores):
-    return {**scores, "trace": _thinned(scores["trace"])} if "trace" in scores else scores
-
-
-def _without_pixels(scores):
-    return {name: v for name, v in scores.items() if not name.startswith("pixel_")}
-
-
-def _thinned(trace, most=11):
-    """The trace of ranges at about `most` even steps, first and last included, numbers to 4 digits."""
-    if not trace:
-        return []
-    at = {round(i * (len(trace) - 1) / (most - 1)) for i in range(most)}
+def _thinned(trace):
+    """The trace of ranges at some eleven even steps, first and last included, numbers to 4 digits."""
+    at = {round(i * (len(trace) - 1) / 10) for i in range(11)} if trace else ()
     return [{k: float(f"{v:.4g}") for k, v in trace[i].items()} for i in sorted(at)]
 
 
-def _curves(path, most=30):
-    """(mean loss of the last tenth of the steps, {name: values} at about `most` steps, the last included)."""
+def _curves(path):
+    """(mean loss of the last tenth of the steps, {name: values} at some 30 steps, the last included)."""
     rows = read_lines(path)
     if not rows:
         return 0.0, {}
-    every = -(-len(rows) // most)
+    every = -(-len(rows) // 30)
     kept = rows[::-1][::every][::-1]
     last = [row["loss"] for row in rows if "loss" in row and row["step"] > 0.9 * rows[-1]["step"]]
     written = set().union(*rows)

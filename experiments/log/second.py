@@ -5,7 +5,8 @@ still hold a part of the initial weights. It was decided on after the results, a
 from experiments.log import stats
 from experiments.log.analysis import HELD_OUT, differences, loss_comparison, records_of
 from experiments.log.records import is_number
-from experiments.log.tables import decimals_of, figure_text, interval_text, markdown_table, percent
+from experiments.log.tables import decimals_of, figure_text, interval_text, percent
+from harness.printing import markdown_table
 
 LAST_WEIGHTS = "raw"  # what a record calls the last weights
 
@@ -28,7 +29,7 @@ def second_row(arm, name, known):
     """[[text]] of one arm; [] where its runs, or its baseline's, were not scored with their last weights."""
     own = last_scores(arm, name, known)
     base = last_scores(arm.base, name, known)
-    changes = differences(own, base)
+    changes = list(differences(own, base).values())
     if len(changes) < 2:
         return []
     result = stats.equivalence(changes, arm.margin, lower_is_better=arm.lower_is_better)

@@ -28,6 +28,7 @@ from experiments.log.analysis import (
 )
 from experiments.log.definition import look_of
 from experiments.log.records import figure_of_record
+from harness.printing import markdown_table
 
 DIFFERENCE, ACHIEVED = "difference [95 % CI]", "achieved margin"
 LOSS_ACHIEVED, BYTES = "achieved, %", "bytes a parameter"
@@ -73,21 +74,6 @@ def percent(x):
     if size >= 0.95:
         return f"{100 * x:.1f} %"
     return f"{100 * x:.2f} %"
-
-
-def compact_table(rows):
-    """A table in Markdown without the spaces between its cells, for a page that has to stay short."""
-    return ruled_table(rows, "-", "|", "|", "|")
-
-
-def markdown_table(rows):
-    return ruled_table(rows, "---", "| ", " | ", " |")
-
-
-def ruled_table(rows, rule, first, between, last):
-    """Lines of a table whose first row is its head."""
-    head, *body = rows
-    return "\n".join(first + between.join(row) + last for row in [head, [rule] * len(head), *body])
 
 
 # ---- Words -------------------------------------------------------------------------------------------------

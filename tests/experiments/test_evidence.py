@@ -34,9 +34,9 @@ def test_a_placeholder_is_filled_with_the_figure_of_its_arm(folder):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("{002/fp32.mean}", "there is no experiment 002"),
+        ("{002/fp32.mean}", "there is no such figure"),
         ("{001/bf16.mean}", "has no arm 'bf16'"),
-        ("{001/nearest.harmony}", "an arm has no figure 'harmony'"),
+        ("{001/nearest.harmony}", "it takes an experiment, an arm, one of mean, held_out"),
     ],
 )
 def test_a_placeholder_without_a_figure_is_refused_in_one_line(folder, text, words, capsys):
@@ -50,7 +50,7 @@ def test_a_placeholder_without_a_figure_is_refused_in_one_line(folder, text, wor
 
 def test_an_arm_that_was_not_run_has_no_figure(folder):
     (folder / "001-rounding/results.jsonl").write_text("")
-    with pytest.raises(Refused, match="no record yet: python experiments/run.py 001"):
+    with pytest.raises(Refused, match="there is no such figure"):
         filled_text("{001/nearest.mean}", evidence_of(folder))
 
 
@@ -58,5 +58,5 @@ def test_a_training_loss_is_no_held_out_loss(folder):
     evidence = evidence_of(folder)
     for record in evidence.known.values():
         del record["scores"]["ema"]["loss_by_timestep"]
-    with pytest.raises(Refused, match="do not hold that"):
+    with pytest.raises(Refused, match="there is no such figure"):
         evidence.figure("001/nearest.held_out")
