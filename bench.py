@@ -9,18 +9,15 @@ one line and exit status 2. docs/speed.md, docs/formats.md and docs/evidence.md 
 """
 
 import argparse
-import os
 import signal
 import sys
-from pathlib import Path
 
 import torch
 
-from benchmarks import gpu
 from benchmarks.common import DeviceClock, Flag, record, without_folder
 from experiments.bench import files
 from harness.ending import ends_once
-from harness.files import write_json
+from harness.files import check_place, write_json
 from harness.flags import OneLineParser
 from harness.ranks import check_cuda
 from harness.run_folder import environment
@@ -34,18 +31,18 @@ NOT_SETTINGS = ("bench", "out", "subjects")  # of the arguments
 def build_parser():
     form = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog="bench.py", formatter_class=form, description=__doc__)
-    names = " | ".join([*COMMANDS, "--gpu"])
-    commands = parser.add_subparsers(dest="bench", required=True, metavar=names)
+    commands = parser.add_subparsers(dest="bench", required=True, metavar=" | ".join(COMMANDS))
     for command in COMMANDS.values():
         sub = commands.add_parser(command.name, help=command.help)
         for flag in (*flags_of_all(command), *command.flags):
             flag.add_to(sub)
-    gpu.add_command(commands)
     return parser
 
 
 def flags_of_all(command):
-    """What every command takes."""
+    """What every command takes that bench.py runs."""
+    if command.run:
+        return []
     found = [
         Flag("--device", "auto", "where it is measured", choices=["auto", "cpu", "cuda"]),
         Flag("--threads", None, "CPU threads, in place of what torch chooses"),
@@ -66,23 +63,16 @@ def choose_device(command, word):
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-def check_out(name):
-    """Raises Refused unless the file can be written."""
-    path = Path(name).absolute()
-    if path.is_dir():
-        raise Refused(f"--out {name}: that is a folder; name a file")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise Refused(f"--out {name}: no such folder, or no right to write there; name a file")
-
-
 def measure_and_write(args, argv):
     """Run a command that was parsed, and write what it found. Returns the exit status. Raises Refused."""
     command = COMMANDS[args.bench]
+    if command.run:
+        return command.run(args, argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     args.device = choose_device(command, args.device)
     if args.out:
-        check_out(args.out)
+        check_place("--out", args.out)
     command.check(args)
     machine = environment(args.device)
     print_machine(machine, args.device)
@@ -114,14 +104,12 @@ def settings_of(args):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     words = list(argv)
-    if "--gpu" in words:  # the only command that is written as a flag
+    if "--gpu" in words:  # the only command that is written as a flag, too
         words.remove("--gpu")
         words.insert(0, "gpu")
     args = build_parser().parse_args(words)
     quiet_libraries()
     try:
-        if args.bench == "gpu":
-            return gpu.main(args, argv)
         return measure_and_write(args, argv)
     except Refused as error:
         print(f"bench.py: {error}", file=sys.stderr)

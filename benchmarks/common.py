@@ -42,7 +42,9 @@ def _success(rows):
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a command, or a word without dashes. A default that is a list lets it take several."""
+    """A flag of a command, or a word without dashes. A default that is a list lets it take several; False
+    makes a switch.
+    """
 
     name: str
     default: object
@@ -53,6 +55,9 @@ class Flag:
     many: str = ""  # argparse's nargs, where the default does not tell
 
     def add_to(self, parser):
+        if self.default is False:
+            parser.add_argument(self.name, help=self.help, action="store_true")
+            return
         options = {"help": self.help, "default": self.default}
         several = self.many or isinstance(self.default, list)
         if several:
@@ -80,17 +85,19 @@ class Command:
     measure(args, clock): the rows (dicts) that are its record; it prints its tables on the way.
     help: its line in --help. repeats: rounds unless --repeats says otherwise, None where nothing is timed.
     flags: its own. check(args): raises Refused for what can't work, before anything is measured.
-    status(rows): the exit status. cpu_only: whether it leaves a GPU alone.
+    status(rows): the exit status. cpu_only: whether it leaves a GPU alone. run(args, argv): the exit status,
+    in place of all this, of one that chooses its device and keeps its record by itself.
     """
 
     name: str
     help: str
-    measure: Callable
+    measure: Callable | None = None
     repeats: int | None = None
     flags: tuple = ()
     check: Callable = _nothing
     status: Callable = _success
     cpu_only: bool = False
+    run: Callable | None = None
 
 
 # ---- Recipes -----------------------------------------------------------------------------------------------
@@ -385,14 +392,6 @@ def rows_by(rows, column):
 def or_dash(value, form):
     """A figure of a table, '-' where there is none."""
     return "-" if value is None else format(value, form)
-
-
-def markdown(heads, rows):
-    """A table; heads: texts, rows: lists of texts."""
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in rows:
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
 
 
 def record(bench, argv, machine, settings, rows):

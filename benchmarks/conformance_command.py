@@ -13,7 +13,6 @@ when all holds, 1 with findings, 2 for bad input. A minute for ours, some minute
 
 import copy
 import functools
-import shutil
 import sys
 from functools import partial
 
@@ -30,7 +29,7 @@ from benchmarks import (
 )
 from benchmarks.allocated import tensors_in
 from benchmarks.averages import progress, weight_path
-from benchmarks.common import Command, Flag, markdown, progress_bar, rows_by
+from benchmarks.common import Command, Flag, progress_bar, rows_by
 from benchmarks.conformance import Result, differing, judged, nothing, unequal
 from benchmarks.records import of_record
 from benchmarks.subjects import (
@@ -42,6 +41,7 @@ from benchmarks.subjects import (
     drawn,
     in_words,
 )
+from harness.printing import layout, markdown_table
 from lowprec.watch import adapters
 
 # ---- What is asked -----------------------------------------------------------------------------------------
@@ -187,33 +187,17 @@ def answer_of(ask, subject):
 VERDICT_MARKS = {"holds": "", "finding": " !", "not claimed": " (not claimed)", "none": ""}
 
 
+ACROSS = 5  # subjects in a table: they fit a terminal of 110 characters
+
+
 def print_tables(rows, checks):
-    """Checks down, as many subjects across as the terminal takes."""
+    """Checks down, ACROSS subjects across."""
     cells = {(row["name"], row["check"]): row["shown"] + VERDICT_MARKS[row["verdict"]] for row in rows}
-    terminal = shutil.get_terminal_size((110, 24)).columns
-    first = max(map(len, checks)) + 2  # the column of the checks' names
-    columns = []
-    used = first
-    for name in dict.fromkeys(row["name"] for row in rows):
-        width = len(name) + 2
-        for check in checks:
-            width = max(width, len(cells[name, check]) + 2)
-        if columns and used + width > terminal:
-            print_table(columns, first, checks, cells)
-            columns = []
-            used = first
-        columns.append((name, width))
-        used += width
-    if columns:
-        print_table(columns, first, checks, cells)
-
-
-def print_table(columns, first, checks, cells):
-    """columns: [(name of a subject, width)]."""
-    print("\n" + " " * first + "".join(f"{name:>{width}}" for name, width in columns))
-    for check in checks:
-        line = "".join(f"{cells[name, check]:>{width}}" for name, width in columns)
-        print(f"{check:<{first}}{line}")
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    for start in range(0, len(names), ACROSS):
+        some = names[start : start + ACROSS]
+        lines = [[check, *(cells[name, check] for name in some)] for check in checks]
+        print("\n" + layout([["", *some], *lines]))
 
 
 def print_findings(rows):
@@ -273,7 +257,7 @@ def table(rows, names):
     lines = []
     for check in CHECKS_OF_KIND[kinds[names[0]]]:
         lines.append([check, *(shown[name, check] for name in names)])
-    return markdown(["check", *names], lines)
+    return markdown_table([["check", *names], *lines])
 
 
 TABLES = {"docs/evidence-tables.md": {}}

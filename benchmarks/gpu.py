@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import common, gpu_plan
-from benchmarks.common import check_nets
+from benchmarks.common import Command, Flag, check_nets, nets_flag
 from benchmarks.gpu_cells import (
     GENERATING_CELLS,
     GPU_RECIPES,
@@ -48,7 +48,7 @@ from benchmarks.gpu_record import (
     save_record,
 )
 from benchmarks.worker import Here, Lost, Worker
-from harness.flags import natural
+from harness.files import check_place
 from harness.ranks import check_cuda
 from harness.run_folder import environment
 from lowprec.errors import Refused
@@ -63,34 +63,33 @@ INSTEAD_OF_A_GPU = (
 DRY_RECIPES = ("bf16", "fp8-scaled_mm-rowwise", *GENERATING_CELLS)
 
 
-def add_command(commands):
-    sub = commands.add_parser("gpu", help="all recipes on a GPU; also written --gpu")
-
-    def add(flag, help, **options):
-        sub.add_argument(flag, help=help, **options)
-
-    recipes = "recipes, * and ? as in a shell (default: all): " + ", ".join(GPU_RECIPES)
-    plan = "print what --gpu alone runs, in order, and how many seconds each step may take"
-    add("--plan", plan, action="store_true")
-    add("--nets", f"default: {' '.join(GPU_NET_TITLES)}", nargs="+", metavar="MODEL:SIZE:IMAGE:BATCH")
-    add("--only", recipes, nargs="+", default=["*"], metavar="PATTERN")
-    add("--compile", "torch.compile (default: both)", choices=["both", "on", "off"], default="both")
-    add("--budget", "end after that long; the same command goes on", type=natural, metavar="SECONDS")
-    limit = "longest for one cell (default: 300)"
-    add("--cell_limit", limit, type=natural, default=300, metavar="SECONDS")
-    add("--repeats", "rounds (default: 7)", type=natural, default=7)
-    jobs = "cells that are built and compiled at once; they are timed one by one (default: 1)"
-    add("--jobs", jobs, type=natural, default=1)
-    add("--retry", "measure again what failed or ran out of memory or time", action="store_true")
-    add("--fresh", "measure all anew, and replace the record", action="store_true")
-    dry = "every recipe on a CPU with tiny nets and one round; kept only with --out"
-    add("--dry_run", dry, action="store_true")
-    add("--out", "where the record is kept (default: experiments/bench)", metavar="FOLDER")
+GPU_FLAGS = (
+    Flag("--plan", False, "print what --gpu alone runs, in order, and how many seconds each step may take"),
+    nets_flag(*GPU_NET_TITLES),
+    Flag(
+        "--only",
+        ["*"],
+        f"recipes, * and ? as in a shell: {', '.join(GPU_RECIPES)}",
+        type=str,
+        metavar="PATTERN",
+    ),
+    Flag("--compile", "both", "torch.compile", choices=["both", "on", "off"]),
+    Flag("--budget", None, "end after that long; the same command goes on", metavar="SECONDS"),
+    Flag("--cell_limit", 300, "longest for one cell", metavar="SECONDS"),
+    Flag("--repeats", 7, "rounds"),
+    Flag("--jobs", 1, "cells that are built and compiled at once; they are timed one by one"),
+    Flag("--retry", False, "measure again what failed or ran out of memory or time"),
+    Flag("--fresh", False, "measure all anew, and replace the record"),
+    Flag("--dry_run", False, "every recipe on a CPU with tiny nets and one round; kept only with --out"),
+    Flag("--out", None, "where the record is kept (default: experiments/bench)", type=Path, metavar="FOLDER"),
+)
 
 
 def chosen_cells(args):
     """(nets, cells to measure) of the parsed arguments. Raises Refused for what can't be measured."""
-    nets = args.nets or (TINY_NETS if args.dry_run else list(GPU_NET_TITLES))
+    nets = args.nets
+    if args.dry_run and nets == list(GPU_NET_TITLES):
+        nets = TINY_NETS
     check_nets(nets)
     for pattern in args.only:
         if not cells(nets[:1], [pattern], compiled=[False]):
@@ -100,12 +99,11 @@ def chosen_cells(args):
     if args.dry_run:  # all recipes once, on the first net, and a few of them on the others and compiled
         first = cells(nets[:1], compiled=(False,))
         wanted = [cell for cell in wanted if cell["recipe"] in DRY_RECIPES or cell in first]
-    if args.out and not Path(args.out).is_dir():
-        raise Refused(f"--out {args.out}: no such folder; make it, or name another")
+    check_place("--out", (args.out or RECORDS_FOLDER) / "gpu.json")
     return nets, wanted
 
 
-def main(args, argv):
+def run(args, argv):
     """Measure the cells of the parsed arguments. Returns the exit status.
 
     Raises Refused before anything is measured.
@@ -121,7 +119,7 @@ def main(args, argv):
     if args.dry_run and not args.out:
         with tempfile.TemporaryDirectory() as scratch:
             return measure_and_print(args, argv, nets, wanted, Path(scratch))
-    return measure_and_print(args, argv, nets, wanted, Path(args.out or RECORDS_FOLDER))
+    return measure_and_print(args, argv, nets, wanted, args.out or RECORDS_FOLDER)
 
 
 def measure_and_print(args, argv, nets, wanted, folder):
@@ -212,3 +210,6 @@ def measured_within(runner, cell, limit, rest):
         if lost.timeout and rest < limit:  # the budget's end says nothing about the cell
             return None
         return {**cell, "status": "failed", "note": str(lost)}
+
+
+COMMAND = Command("gpu", "all recipes on a GPU; also written --gpu", run=run, flags=GPU_FLAGS)

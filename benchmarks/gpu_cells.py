@@ -76,13 +76,9 @@ def cells(nets, only=("*",), compiled=(False, True)):
     """
     found = []
     for on, net, name in product(compiled, nets, GPU_RECIPES):
-        if matches_any(name, only):
+        if any(fnmatch(name, pattern) for pattern in only):
             found.append(dict(net=net, recipe=name, compile=on))
     return found
-
-
-def matches_any(name, patterns):
-    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def cell_key(cell):

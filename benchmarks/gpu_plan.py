@@ -13,9 +13,9 @@ import sys
 import time
 from typing import NamedTuple
 
-from benchmarks.common import markdown
 from benchmarks.gpu_record import ROOT
 from harness.files import write_json
+from harness.printing import markdown_table
 
 PLAN_RECORD = ROOT / "experiments" / "bench" / "gpu-plan.json"
 GRACE_SECONDS = 20  # seconds that a stopped step has to write what it holds
@@ -76,7 +76,7 @@ def plan_table():
     """The plan as a table in Markdown."""
     rows = [[step.name, str(step.seconds), f"`python {step.words}`", step.what] for step in PLAN]
     rows.append(["together", str(sum(step.seconds for step in PLAN)), "", ""])
-    return markdown(["step", "seconds", "command", "what it answers"], rows)
+    return markdown_table([["step", "seconds", "command", "what it answers"], *rows])
 
 
 def run_steps(plan, path, machine):

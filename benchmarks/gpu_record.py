@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import BYTES_A_GIB, markdown, or_dash, rows_by
+from benchmarks.common import BYTES_A_GIB, or_dash, rows_by
 from benchmarks.gpu_cells import GPU_RECIPES, cell_key, cells
 from benchmarks.records import H100, H100_COMPILED, H100_STATES, of_record
 from harness.files import write_atomically, write_json
+from harness.printing import markdown_table
 from harness.run_folder import environment
 from lowprec.errors import Refused
 
@@ -166,7 +167,7 @@ def table_of_net(net, rows):
         compiled = "yes" if cell["compile"] else "no"
         note = (row["note"] or row.get("how", "")).replace("|", "\\|")
         lines.append([f"`{cell['recipe']}`", compiled, *row_figures(row), note])
-    return markdown(COLUMNS, lines)
+    return markdown_table([COLUMNS, *lines])
 
 
 def row_figures(row):
@@ -199,7 +200,7 @@ def docs_table(record):
             if eager or compiled:
                 lines.append([f"`{name}`", *docs_figures(eager, compiled)])
         heads = ("images a second", "compiled", "x bf16", "peak GiB", "bytes a parameter")
-        tables.append(markdown([GPU_NET_TITLES.get(net, net), *heads], lines))
+        tables.append(markdown_table([[GPU_NET_TITLES.get(net, net), *heads], *lines]))
     return "\n\n".join(tables)
 
 
@@ -220,7 +221,7 @@ def peaks_table(rows):
             found = [row["peak_bytes"] for row in rows if row["net"] == net and row["recipe"] == name]
             peaks.append(f"{found[0] / BYTES_A_GIB:.2f}" if found else "-")
         lines.append([f"`{name}`", *peaks])
-    return markdown(["peak GiB, compiled", *titles], lines)
+    return markdown_table([["peak GiB, compiled", *titles], *lines])
 
 
 def one_net(record, net):

@@ -20,7 +20,6 @@ from benchmarks.common import (
     Command,
     Flag,
     check_nets,
-    markdown,
     moment_formats,
     moments_in,
     nets_flag,
@@ -32,6 +31,7 @@ from benchmarks.common import (
     typed,
 )
 from benchmarks.records import of_record
+from harness.printing import markdown_table
 from lowprec.formats import FORMATS
 from lowprec.parts import offload
 from lowprec.parts.activations import Meter, recompute
@@ -160,7 +160,7 @@ def memory_table(rows):
         if write in rows:
             cells = [bytes_shown(rows[f"{write} {state}".strip()]) for state in states]
             lines.append([f"`{write}`" if write else "(none)", *cells])
-    return markdown(heads, lines)
+    return markdown_table([heads, *lines])
 
 
 def bytes_shown(row):
@@ -224,7 +224,7 @@ def kept_table(rows, batches):
         cells = [f"{size[name, batch, False]:.1f} ({size[name, batch, True]:.1f})" for batch in batches]
         share = size[name, batches[-1], False] / size["fp32", batches[-1], False]
         lines.append([name, *cells, f"{share:.0%}"])
-    return markdown(["recipe", *map(str, batches), "share of fp32's"], lines)
+    return markdown_table([["recipe", *map(str, batches), "share of fp32's"], *lines])
 
 
 def billion_table(rows, allocated_rows, batch):
@@ -239,7 +239,8 @@ def billion_table(rows, allocated_rows, batch):
         sizes.append(FP32_ACTIVATIONS * total[name] / total["fp32"])
         sizes.append(sum(sizes))
         lines.append([name, *(f"{size:.1f}" for size in sizes)])
-    return markdown(["recipe", "weights", "gradients", "states", "kept for backward", "together"], lines)
+    head = ["recipe", "weights", "gradients", "states", "kept for backward", "together"]
+    return markdown_table([head, *lines])
 
 
 def flags_of_states(flags):

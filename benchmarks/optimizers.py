@@ -21,7 +21,6 @@ from benchmarks.common import (
     Command,
     Flag,
     in_turn,
-    markdown,
     moment_formats,
     moments_in,
     or_dash,
@@ -32,6 +31,7 @@ from benchmarks.common import (
     timed,
 )
 from benchmarks.records import median_ms, of_record
+from harness.printing import markdown_table
 from lowprec.errors import Refused
 from lowprec.optimizers import build, peers
 from lowprec.optimizers.build import OPTIMIZERS
@@ -262,25 +262,19 @@ def print_layout(layout, rows, args):
     medians = {row["name"]: statistics.median(row["ms"] or [math.inf]) for row in rows}
     count = f"{args.parameters:,} parameters in {rows[0]['tensors']} tensors"
     print(f"\n{layout}: {count}, {args.repeats} rounds")
-    heads = f"{'optimiser':<18}{'ms (median)':>12}{'fastest':>9}{'ratio':>8}{'of copy':>9}"
-    print(f"{heads}{'state B/param':>15}{'first step s':>14}  protects small updates")
+    heads = ("ms (median)", "fastest", "ratio", "of copy", "state B/param", "first step s")
+    lines = [("optimiser", *heads, "protects small updates")]
     for row in sorted(rows, key=lambda row: medians[row["name"]]):
         if row["note"]:
-            print(f"{row['name']:<18}{row['note']}")
-        else:
-            print_contender(row, medians)
-
-
-def print_contender(row, medians):
-    median = medians[row["name"]]
-    ratio = share = None
-    if "stochastic" in medians:
-        ratio = median / medians["stochastic"]
-    if "copy" in medians:
-        share = row["moved_bytes"] / COPIED_BYTES * medians["copy"] / median
-    figures = f"{median:>12.2f}{min(row['ms']):>9.2f}{or_dash(ratio, '.2f'):>8}{or_dash(share, '.0%'):>9}"
-    figures += f"{or_dash(row['state_bytes'], '.2f'):>15}{row['first_step_s']:>14.2f}"
-    print(f"{row['name']:<18}{figures}  {row['protection']}")
+            lines.append((row["name"], *("-" for _ in heads), row["note"]))
+            continue
+        median = medians[row["name"]]
+        ratio = median / medians["stochastic"] if "stochastic" in medians else None
+        share = row["moved_bytes"] / COPIED_BYTES * medians["copy"] / median if "copy" in medians else None
+        times = f"{median:.2f}", f"{min(row['ms']):.2f}", or_dash(ratio, ".2f"), or_dash(share, ".0%")
+        sizes = or_dash(row["state_bytes"], ".2f"), f"{row['first_step_s']:.2f}"
+        lines.append((row["name"], *times, *sizes, row["protection"]))
+    print(layout(lines))
 
 
 # ---- The page ----------------------------------------------------------------------------------------------
@@ -322,7 +316,7 @@ def docs_table(rows):
         if mixed and large:
             lines.append([said, f"{mixed:.1f}", f"{large:.1f}", protection])
     heads = ["optimiser", "271 tensors of mixed sizes", "4 large tensors", "how a bf16 write is protected"]
-    return markdown(heads, lines)
+    return markdown_table([heads, *lines])
 
 
 TABLES = {

@@ -20,7 +20,6 @@ from benchmarks.common import (
     DeviceClock,
     Flag,
     check_nets,
-    markdown,
     nets_flag,
     or_dash,
     parse_net,
@@ -32,6 +31,7 @@ from benchmarks.common import (
     timed,
 )
 from benchmarks.records import H100_COMPILED, median_ms, milliseconds, rows_of_record
+from harness.printing import layout, markdown_table
 from lowprec.kernels import cpu_products
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
@@ -124,8 +124,8 @@ def print_net(spec, rows, args):
     medians = {row["recipe"]: statistics.median(row["ms"]) for row in rows}
     fp32 = medians.get("fp32")
     print(f"\n{spec} (model:size:image:batch): {rows[0]['parameters']:,} parameters, {args.repeats} rounds")
-    heads = f"{'recipe':<22}{'images/s':>10}{'x fp32':>8}{'ms':>9}{'step':>8}{'telemetry':>11}{'B/param':>9}"
-    print(f"{heads}{'peak MiB':>10}{'first step s':>14}")
+    heads = ("recipe", "images/s", "x fp32", "ms", "step", "telemetry", "B/param", "peak MiB", "first step s")
+    lines = [heads]
     for row in rows:
         ms = medians[row["recipe"]]
         step = statistics.median(row["step_ms"])
@@ -134,9 +134,10 @@ def print_net(spec, rows, args):
         peak = row["peak_bytes"] and row["peak_bytes"] / 2**20
         faster = fp32 and fp32 / ms
         images = row["batch_size"] / ms * 1e3
-        figures = f"{images:>10.1f}{or_dash(faster, '.2f'):>8}{ms:>9.2f}{step / ms:>8.1%}"
-        sizes = f"{extra:>11.2%}{row['bytes_per_parameter']:>9.2f}{or_dash(peak, '.1f'):>10}"
-        print(f"{row['recipe']:<22}{figures}{sizes}{row['first_step_s']:>14.2f}")
+        figures = f"{images:.1f}", or_dash(faster, ".2f"), f"{ms:.2f}", f"{step / ms:.1%}", f"{extra:.2%}"
+        sizes = f"{row['bytes_per_parameter']:.2f}", or_dash(peak, ".1f"), f"{row['first_step_s']:.2f}"
+        lines.append((row["recipe"], *figures, *sizes))
+    print(layout(lines))
 
 
 # ---- The pages ---------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ def training_table():
         for name in ("bf16", "pure_bf16-stochastic"):
             speeds.append(f"{fp32 / median_ms(rows, net=net, recipe=name):.1f}")
         lines.append([said, *speeds, f"`{record}.json`, `{net}`"])
-    return markdown(["net", *TIMED_FLAGS, "record in `experiments/bench/`"], lines)
+    return markdown_table([["net", *TIMED_FLAGS, "record in `experiments/bench/`"], *lines])
 
 
 PRODUCT_NETS = {"unet:tiny:8:64": "tiny U-Net, 8x8 images", "dit:tiny:8:64": "tiny DiT, 8x8 images"}
@@ -179,7 +180,7 @@ def products_table():
             fp32 = median_ms(rows_of_record(record), net=net, recipe="fp32")
             speeds.append(f"{fp32 / median_ms(rows_of_record(record), net=net, recipe=name):.2f}")
         lines.append([said, *speeds])
-    return markdown(["net", *TIMED_FLAGS, "`--bf16` with torch's own products"], lines)
+    return markdown_table([["net", *TIMED_FLAGS, "`--bf16` with torch's own products"], *lines])
 
 
 SYSTEMS = "cpu-systems"  # a record whose rows are named otherwise
@@ -241,7 +242,7 @@ def speeds_table():
         cells = [speed_text(column, flags) for column in SPEED_COLUMNS]
         if set(cells) != {"-"}:
             lines.append([f"`{flags}`", *cells])
-    return markdown(["flags", *SPEED_COLUMNS], lines)
+    return markdown_table([["flags", *SPEED_COLUMNS], *lines])
 
 
 TABLES = {

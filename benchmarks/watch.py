@@ -18,7 +18,6 @@ from benchmarks.common import (
     Flag,
     check_nets,
     in_turn,
-    markdown,
     nets_flag,
     parse_net,
     prepared,
@@ -28,6 +27,7 @@ from benchmarks.common import (
     training_step,
 )
 from benchmarks.records import of_record
+from harness.printing import markdown_table
 from lowprec.watch.watch import Watch
 
 RECIPES_WATCHED = ["fp32", "bf16", "pure_bf16-stochastic"]
@@ -55,11 +55,7 @@ def watching(args, clock):
     with progress_bar(len(args.nets) * len(RECIPES_WATCHED) * 3 * args.repeats) as bar:
         for spec, name in product(args.nets, RECIPES_WATCHED):
             rows.append(measured(spec, name, args, clock, bar))
-    print(f"\n{'net':<20}{'recipe':<24}{'step ms':>9}{'look ms':>9}{f'every {args.every} steps':>18}")
-    for row in rows:
-        step = statistics.median(row["step_ms"])
-        look = statistics.median(row["look_ms"])
-        print(f"{row['net']:<20}{row['recipe']:<24}{step:>9.2f}{look:>9.2f}{row['share']:>18.2%}")
+    print(f"\n{table(rows, args.every)}")
     return rows
 
 
@@ -120,13 +116,14 @@ def measured(spec, recipe, args, clock, bar):
     )
 
 
-def table(rows):
-    """Markdown: a step, a look, and the share of a step that a look in 50 steps is."""
+def table(rows, every=50):
+    """Markdown: a step, a look, and the share of a step that a look in `every` steps is."""
     lines = []
     for row in rows:
         step, look = (f"{statistics.median(row[name]):.0f} ms" for name in ("step_ms", "look_ms"))
         lines.append([f"`{row['net']}`", f"`{row['recipe']}`", step, look, f"{row['share']:.1%}"])
-    return markdown(["net, size, image, batch", "recipe", "step", "look", "share at every=50"], lines)
+    head = ["net, size, image, batch", "recipe", "step", "look", f"share at every={every}"]
+    return markdown_table([head, *lines])
 
 
 TABLES = {"docs/faults.md": {"looks": of_record(table, "cpu-watch")}}

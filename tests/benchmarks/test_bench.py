@@ -269,7 +269,7 @@ def test_a_peers_loop_trains_its_net(loop, tmp_path):
         ([], "| first |"),
         (["optimizers", "--parameters", "0"], "whole number above 0"),
         (["optimizers", "--only", "adam"], "adam"),
-        (["optimizers", "--out", "no/such/folder/x.json"], "no such folder"),
+        (["optimizers", "--out", "no/such/folder/x.json"], "there is no folder"),
         (["training", "--nets", "unet:small:64"], "MODEL:SIZE:IMAGE:BATCH"),
         (["training", "--nets", "unet:huge:64:8"], "huge"),
         (["training", "--recipes", "tf32"], "tf32"),
