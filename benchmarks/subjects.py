@@ -9,7 +9,6 @@ A Subject makes its optimiser again and again, over tensors that a check gives i
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import math
 from importlib import metadata
@@ -20,7 +19,8 @@ from torch import nn
 
 from benchmarks.averages import RULES
 from benchmarks.common import PURE_BF16, PURE_BF16_STOCHASTIC
-from lowprec.errors import Refused, first_line
+from harness import code
+from lowprec.errors import Refused, first_line, in_one_line
 from lowprec.machine import try_import
 from lowprec.optimizers.average import EMA
 from lowprec.optimizers.build import build as build_optimizer
@@ -342,16 +342,8 @@ def imported(name, module):
         if found is None:
             raise Refused(f"{name}: {module} can't be imported ({error}): pip install its package")
         return found
-    file = Path(module).expanduser()
-    if not file.is_file():
-        raise Refused(f"{name}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"conformance_{file.stem}", file.resolve())
-    found = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(found)
-    except (Exception, SystemExit) as error:
-        raise Refused(f"{name}: {file} can't be imported ({in_words(error)})") from None
-    return found
+    with in_one_line(f"{name} can't be imported:"):
+        return code.module_of(Path(module).expanduser().resolve())
 
 
 @functools.cache
@@ -425,19 +417,14 @@ def argument_for(word, model):
 
 def try_one_step(made):
     """Make one and step it. Raises Refused, in one line, where that fails."""
-    doing = "made for"
-    try:
-        with drawn(0), torch.compiler.set_stance("force_eager"):
+    weights = torch.ones(64, dtype=BF16) if made.kind == "average" else [full(8)]
+    with drawn(0), torch.compiler.set_stance("force_eager"):
+        with in_one_line(f"{made.name}: it can't be made for bf16 weights:"):
+            first, second = made.start(weights)
+        with in_one_line(f"{made.name}: it can't be stepped with bf16 weights:"):
             if made.kind == "average":
-                weight = torch.ones(64, dtype=BF16)
-                model, average = made.start(weight)
-                doing = "stepped with"
-                made.follow(model, average, weight)
+                made.follow(first, second, weights)
             else:
-                params, optimizer = made.start([full(8)])
-                doing = "stepped with"
-                feed(params, optimizer, [full(8, GRADIENT)])
-    except (Exception, SystemExit) as error:
-        raise Refused(f"{made.name}: it can't be {doing} bf16 weights ({in_words(error)})") from None
+                feed(first, second, [full(8, GRADIENT)])
     if made.kind == "average":
-        adapters.Average.of(average, model)
+        adapters.Average.of(second, first)

@@ -50,14 +50,14 @@ def load(flag, spec, wanted, test):
     path = Path(file).expanduser()
     if not path.is_file():
         raise Refused(f"--{flag} {spec}: there is no file {path}")
-    found = getattr(_module(path.resolve()), name, None)
+    found = getattr(module_of(path.resolve()), name, None)
     if not test(found):
         raise Refused(f"--{flag} {spec}: {path} holds no {wanted.format(name or '(none was named)')}")
     return found
 
 
-def _module(path):
-    """A file as a module, run once."""
+def module_of(path):
+    """A file as a module, run once. path: an absolute one."""
     name = f"task_{path.stem}"
     known = sys.modules.get(name)
     if known is not None and Path(known.__file__) == path:

@@ -119,10 +119,10 @@ def family_level(pairs, levels) -> float:
     return 1 - float(stats.multivariate_normal(cov=shared, seed=0).cdf(bounds))
 
 
-def even_level(pairs, alpha: float = 0.05) -> float:
-    """The level that each look has where all have the same and together alpha."""
-    low = alpha / len(pairs) * 0.9
-    return optimize.brentq(lambda level: family_level(pairs, [level] * len(pairs)) - alpha, low, alpha)
+def even_level(pairs) -> float:
+    """The level that each look has where all have the same and together 0.05."""
+    low = 0.05 / len(pairs) * 0.9
+    return optimize.brentq(lambda level: family_level(pairs, [level] * len(pairs)) - 0.05, low, 0.05)
 
 
 # ---- Power -------------------------------------------------------------------------------------------------

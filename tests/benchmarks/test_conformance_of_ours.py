@@ -161,7 +161,7 @@ def test_an_optimiser_is_given_what_its_constructor_takes(mine):
         ("torch.optim:AdamW(eps=-1)", "Invalid epsilon"),
         ("mine.py:NoRate", "takes no lr"),
         ("mine.py:HandsOn(more=1)", "unexpected keyword argument 'betas'"),
-        ("mine.py:NeverMoves", "can't be stepped with bf16 weights (RuntimeError: no step)"),
+        ("mine.py:NeverMoves", "can't be stepped with bf16 weights: RuntimeError: no step"),
         ("torch.optim:LBFGS", "argument: 'closure'"),
         ("script_that_ends:Mine", "can't be imported (it calls sys.exit(5))"),
     ],
