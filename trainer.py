@@ -302,9 +302,7 @@ class Trainer:
         return read_batches(self.train, self.config, self.ranks, self.step)
 
     def first_steps(self, batch_size):
-        """Two steps with batches of this size from the first one on, one of them measured, of a run that is
-        thrown away.
-        """
+        """Two steps with batches of this size, one of them measured, of a run that is thrown away."""
         self.config.batch_size = batch_size
         self.step = 0
         self.batches = self.new_batches()
