@@ -39,6 +39,8 @@ MOST_WORK_A_STEP = 5e9
 # how far from its place, at most, a bf16 running mean stands still: an update of a tenth of the difference,
 # which is BatchNorm's, is lost below half an ulp, 2^-8 of the value
 STANDSTILL_DISTANCE = 10 * 2**-8
+
+
 def diagnose(path, table, flags):
     """Diagnosis of a checkpoint file or a run's folder.
 
@@ -53,9 +55,6 @@ def diagnose(path, table, flags):
     with torch.compiler.set_stance("force_eager"):  # compiling a peer's step costs more than these few
         config = {**vars(table.obeyed(checkpoint["config"])), **here}
         return Examination(config, checkpoint, folder).diagnosis()
-
-
-# ---- The examination ---------------------------------------------------------------------------------------
 
 
 def relative(a, b):
@@ -93,6 +92,9 @@ def count_not_finite(tree):
     return found
 
 
+# ---- The examination ---------------------------------------------------------------------------------------
+
+
 class Examination:
     """One run, loaded and examined. A task's `probes` read `config`, `device`, `data`, `work`, `pixels` and
     `images`, and call `task`, `net`, `rng`, `relative` and `judge`.
@@ -105,6 +107,7 @@ class Examination:
         self.checkpoint = checkpoint
         self.found = []  # findings
         self.sound = {}  # {site: its figure}, where that is no finding
+        self.reports = []  # of the steps of `writes`
         self.metrics = read_lines(folder / "metrics.jsonl")
         self.trainer = trainer = Trainer(settle(config), draws=True, folder=folder)
         self.config = trainer.config
@@ -310,8 +313,10 @@ class Examination:
         return math.sqrt(off / max(size, 1e-300)), count
 
     @functools.cached_property
-    def further(self):
-        """(Writes of the run's own next steps, in memory, against what fp32 wanted; [report of each])."""
+    def writes(self):
+        """Writes of the run's own next steps, in memory, against what fp32 wanted; the report of each step is
+        added to `reports`.
+        """
         trainer, precision, c = self.trainer, self.precision, self.config
         images = c.batch_size * c.accumulate
         c.accumulate = max(1, min(c.accumulate, FURTHER_STEPS, int(self.work / (self.pixels * c.batch_size))))
@@ -322,21 +327,12 @@ class Examination:
         trainer.batches = self.batches(c.batch_size, c.accumulate)
         writes = Writes(precision.optimizer, precision.named_params, precision.averages)
         hook = precision.optimizer.register_step_pre_hook(writes.before)
-        reports = []
         measured = bool(precision.methods)  # `reports` alone ask for it; Writes looks for itself
         for _ in range(FURTHER_STEPS // c.accumulate if whole else 2):
-            reports.append(trainer.train_step(measure=measured)[1])
+            self.reports.append(trainer.train_step(measure=measured)[1])
             writes.after()
         hook.remove()
-        return writes, reports
-
-    @property
-    def writes(self):
-        return self.further[0]
-
-    @property
-    def reports(self):
-        return self.further[1]
+        return writes
 
     @functools.cached_property
     def decayed(self):

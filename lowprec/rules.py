@@ -89,7 +89,7 @@ def _rounds_nothing(r):
 
 
 def _of_low_weights(r):
-    """Settings of a recipe that say something of bf16 weights: ["site=value"]."""
+    """Settings of a recipe that are for bf16 weights: ["site=value"]."""
     of_low = {"accumulate": "bf16", "buffers": "bf16"}
     said = [f"{site}={value}" for site, value in of_low.items() if r[site] == value]
     if r.way is not ALONE:
@@ -143,8 +143,8 @@ RECIPE_RULES = (
     ),
     Rule(
         lambda r: not r.low_weights and _of_low_weights(r),
-        lambda r: f"{_of_low_weights(r)[0]} with fp32 weights: it says what becomes of bf16 ones, their "
-        "gradients and buffers; add --pure_bf16, or drop it",
+        lambda r: f"{_of_low_weights(r)[0]} with fp32 weights: they, their gradients and their buffers are "
+        "fp32 already; add --pure_bf16, or drop it",
     ),
     Rule(
         lambda r: r.update == "stochastic" and _rounds_nothing(r),
