@@ -64,18 +64,18 @@ def language_model(build):
     return Client(build, loss, call=lambda net: net(tokens(99)).logits)
 
 
-def gpt2():
+def gpt2(layers=2):
     transformers = need("transformers")
-    sizes = dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    sizes = dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=layers, n_head=2)
     config = transformers.GPT2Config(**sizes)
     return language_model(lambda: transformers.GPT2LMHeadModel(config))
 
 
-def tied_llama():
+def llama(tied=True, layers=2):
     transformers = need("transformers")
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
     return language_model(lambda: transformers.LlamaForCausalLM(config))
 
 
@@ -104,7 +104,7 @@ def denoising(build, condition, lr):
     return Client(build, loss, call=call, lr=lr)
 
 
-def unet():
+def unet(levels=2):
     diffusers = need("diffusers")
 
     def build():
@@ -113,12 +113,13 @@ def unet():
             in_channels=1,
             out_channels=1,
             layers_per_block=1,
-            block_out_channels=(16, 32),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            block_out_channels=(16, 32)[:levels],
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D")[:levels],
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D")[-levels:],
             cross_attention_dim=8,
             norm_num_groups=4,
             attention_head_dim=8,
+            **({} if levels > 1 else {"mid_block_type": None}),
         )
 
     def condition(labels):  # fp32 [B, 3 tokens, 8]: text embeddings
@@ -127,7 +128,7 @@ def unet():
     return denoising(build, condition, lr=2e-3)
 
 
-def dit():
+def dit(layers=2):
     diffusers = need("diffusers")
 
     def build():
@@ -136,7 +137,7 @@ def dit():
             attention_head_dim=16,
             in_channels=1,
             out_channels=1,
-            num_layers=2,
+            num_layers=layers,
             norm_num_groups=4,
             sample_size=8,
             patch_size=2,
@@ -145,13 +146,15 @@ def dit():
     return denoising(build, lambda labels: {"class_labels": labels}, lr=2e-3)
 
 
-def resnet():
+def resnet(stages=2):
     torchvision = need("torchvision")
 
     def build():
         """ResNet-18 without its two deep stages, which hold nine tenths of the weights, to be quick."""
         net = torchvision.models.resnet18(num_classes=2)
         net.layer3, net.layer4, net.fc = nn.Identity(), nn.Identity(), nn.Linear(128, 2)
+        if stages < 2:
+            net.layer2, net.fc = nn.Identity(), nn.Linear(64, 2)
         return net
 
     def loss(net, step):
@@ -164,7 +167,7 @@ def resnet():
     return Client(build, loss, call=call, lr=1e-4)
 
 
-CLIENTS = {"gpt2": gpt2, "tied llama": tied_llama, "unet": unet, "dit": dit, "resnet18": resnet}
+CLIENTS = {"gpt2": gpt2, "tied llama": llama, "unet": unet, "dit": dit, "resnet18": resnet}
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
