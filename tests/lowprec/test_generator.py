@@ -335,6 +335,8 @@ def test_a_copy_calls_its_own_layer_where_a_function_stands_for_forward(name, re
     before = [each(x) for each in copies]
     for y in before:
         torch.testing.assert_close(y.float(), run(x).detach().float(), rtol=0.05, atol=0.02)
+    if replace is by_partial:
+        assert all(hasattr(each.net[0].forward, "__wrapped__") for each in copies), "a note of update_wrapper"
     for p in run.params:
         p.data.add_(1.0)
     for each, y in zip(copies, before, strict=True):

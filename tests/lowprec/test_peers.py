@@ -115,6 +115,7 @@ def test_the_update_that_is_expected_is_the_one_that_fp32_weights_take(name, opt
     run.step()
     moved = p.detach().flatten() - held
     assert (moved - expected).norm() < 1e-4 * expected.norm() and expected.norm() > 0
+    assert run.optimizer.still(p) and not run.optimizer.moment(p, "exp_avg").any()
 
 
 PEER_REFUSALS = [
