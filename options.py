@@ -127,6 +127,7 @@ TRAINING_FLAGS = (
         "constant",
         "learning rate after the warm-up; cosine and linear fall to zero at --steps, which is then fixed",
         choices=("constant", "cosine", "linear"),
+        of_steps="ends at --steps",
     ),
     training_flag("weight_decay", 0.0, "decoupled weight decay", type=amount),
     training_flag(

@@ -61,6 +61,7 @@ PRECISION_FLAGS = (
         "a master (there 14 bytes a parameter with AdamW), fp32:10 with all in fp32 (16 bytes)",
         to="",
         type=checked(str, is_finish, "split:PERCENT or fp32:PERCENT, above 0 and below 100"),
+        of_steps="is a percentage of --steps",
     ),
     precision_flag("opt8bit", False, "optimiser states in 8 bits, with bitsandbytes' codes", often=True),
     precision_flag("opt4bit", False, "optimiser states in 4 bits, with torchao's codes"),
@@ -164,6 +165,7 @@ PRECISION_FLAGS = (
         "with --fp4: percent of the steps, at the end, in which those layers compute in bf16",
         to="",
         type=checked(float, lambda v: 0 <= v < 100, "a percentage from 0 to below 100"),
+        of_steps="is a percentage of --steps",
     ),
     precision_flag(
         "sparse24",

@@ -31,7 +31,7 @@ from benchmarks.common import (
     timed,
 )
 from benchmarks.records import median_ms, of_record
-from harness.printing import markdown_table
+from harness.printing import layout, markdown_table
 from lowprec.errors import Refused
 from lowprec.optimizers import build, peers
 from lowprec.optimizers.build import OPTIMIZERS
@@ -258,10 +258,10 @@ def optimizers(args, clock):
     return rows
 
 
-def print_layout(layout, rows, args):
+def print_layout(name, rows, args):
     medians = {row["name"]: statistics.median(row["ms"] or [math.inf]) for row in rows}
     count = f"{args.parameters:,} parameters in {rows[0]['tensors']} tensors"
-    print(f"\n{layout}: {count}, {args.repeats} rounds")
+    print(f"\n{name}: {count}, {args.repeats} rounds")
     heads = ("ms (median)", "fastest", "ratio", "of copy", "state B/param", "first step s")
     lines = [("optimiser", *heads, "protects small updates")]
     for row in sorted(rows, key=lambda row: medians[row["name"]]):

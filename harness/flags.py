@@ -51,7 +51,7 @@ class Flag:
     whether the flag's own name precedes its value in the folder's name, as numbers always have it. fits:
     whether weights fit only runs with the same value, so that --finetune and --teacher compare it. to: who
     takes it as a keyword of the same name, "recipe", "method" or "scaler". needs: the flag without which it
-    does nothing.
+    does nothing. of_steps: how a value that is not the default depends on --steps, which then can't change.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Flag:
     fits: bool = False
     to: str = ""
     needs: str = ""
+    of_steps: str = ""
 
     def __post_init__(self):
         if self.kind not in FLAG_KINDS or self.group not in FLAG_GROUPS:
@@ -465,8 +466,8 @@ class FlagTable:
     def fixed(self, config):
         """{flag: what is compared} of the flags that can't change when a run goes on."""
         names = [row.name for row in self.rows if not row.accepts("resume")]
-        if config.lr_schedule != "constant" or config.fp4_finish or config.finish:
-            names.append("steps")  # that is where the schedule ends, and what the finish is a share of
+        if self._of_steps(config):
+            names.append("steps")
         return {name: self[name].comparable(getattr(config, name)) for name in names}
 
     def differences(self, old, config):
@@ -479,13 +480,19 @@ class FlagTable:
         for name, value in now.items():
             if then.get(name, getattr(before, name)) != value:
                 texts.append(f"--{name} was {getattr(before, name)} and is {getattr(config, name)}")
-                if name == "steps" and config.lr_schedule != "constant":
-                    texts.append(f"--lr_schedule {config.lr_schedule} ends at --steps")
-                if name == "steps" and config.fp4_finish:
-                    texts.append(f"--fp4_finish {config.fp4_finish:g} is a percentage of --steps")
-                if name == "steps" and config.finish:
-                    texts.append(f"--finish {config.finish} is a percentage of --steps")
+                if name == "steps":
+                    texts += self._of_steps(config)
         return texts
+
+    def _of_steps(self, config):
+        """['--lr_schedule cosine ends at --steps', ...]"""
+        found = []
+        for row in self.rows:
+            value = getattr(config, row.name)
+            if row.of_steps and value != row.default:
+                shown = value if isinstance(value, str) else f"{value:g}"
+                found.append(f"--{row.name} {shown} {row.of_steps}")
+        return found
 
     def scored_alike(self, old, config):
         """Whether the run of `old` (a dict) was scored as that of `config` is to be."""

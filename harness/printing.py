@@ -8,22 +8,12 @@ from lowprec.recipes import recipe
 # ---- Tables ------------------------------------------------------------------------------------------------
 
 
-def left_aligned(rows):
-    """Lines of left-aligned columns. rows: lists of as many texts."""
-    widths = _widths(rows)
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def layout(rows):
-    """Lines of a left-aligned first column and right-aligned further ones."""
-    first_width, *widths = _widths(rows)
+def layout(rows, further=str.rjust):
+    """Lines of a left-aligned first column and right-aligned further ones. rows: lists of as many texts."""
+    first_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths, strict=True)]
+        cells = [further(cell, width) for cell, width in zip(rest, widths, strict=True)]
         lines.append("  ".join([first.ljust(first_width), *cells]).rstrip())
     return "\n".join(lines)
 
@@ -41,10 +31,6 @@ def markdown_table(rows, rule="---", space=" "):
 def compact_table(rows):
     """The same without spaces, for a page that has to stay short."""
     return markdown_table(rows, "-", "")
-
-
-def _widths(rows):
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
 def score_table(scores, reference, unprinted=(), distances=()):
@@ -156,7 +142,7 @@ def print_ledger(ledger, sites, whole):
         if row["value"] != usual:
             rows.append([row["site"], row["value"], row["why"]])
     if rows:
-        print("\n" + left_aligned(rows))
+        print("\n" + layout(rows, further=str.ljust))
         print("--ledger prints the precision of all other tensors too\n")
 
 
