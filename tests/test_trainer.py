@@ -361,15 +361,23 @@ def test_ranks_drop_out_differently_and_round_alike(monkeypatch):
     assert not torch.equal(dropout0, dropout1) and torch.equal(rounding0, rounding1)
 
 
-def advised(fp8=None, kind="cpu", **config):
+def advised(fp8=None, kind="cpu", params=(), **config):
     config = SimpleNamespace(**{**train.DEFAULTS, **config})
     recipe = SimpleNamespace(fp8=fp8)
-    return train.advice_lines(config, recipe, torch.device(kind), 0, [])
+    return train.advice_lines(config, recipe, torch.device(kind), 0, params)
 
 
 def test_eager_fp8_on_a_gpu_is_slow_and_that_is_said():
     assert "--compile" in advised(object(), "cuda")[0]
     assert advised(object(), "cuda", compile=True) == advised(None, "cuda") == advised(object()) == []
+
+
+def test_matrices_of_zeros_grow_late_by_adafactor_and_that_is_said():
+    matrix, vector = torch.zeros(3, 3), torch.zeros(3)
+    [said] = advised(optimizer="adafactor", params=[matrix, matrix, vector])
+    assert "2 matrices start at zero" in said
+    assert advised(optimizer="adafactor", params=[matrix + 1, vector]) == []
+    assert advised(optimizer="adafactor", params=[matrix], least_rms=0.05) == []
 
 
 def test_an_average_that_does_not_arrive_is_said():

@@ -4,6 +4,7 @@ import common
 import pytest
 import torch
 from common import BF16, refused
+from test_moments import ones, regression
 from torch import nn
 
 from lowprec import Precision, Watch, recipe
@@ -15,27 +16,6 @@ from lowprec.optimizers.sgd import SGD
 eager = common.eager
 
 
-class Net(nn.Module):
-    def __init__(self, dtype=BF16):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(64, 64, dtype=dtype))
-
-
-def left(kind, net, steps=200, watched=False, **options):
-    """(share of the distance to a target near 1 that is left after steps below half an ulp, Watch)."""
-    g = torch.Generator().manual_seed(1)
-    target = 1 + 0.03 * common.draw(64, 64, seed=2)
-    before = (1 - target).square().mean()
-    made = kind([net.w], weight_decay=0.0, compiled=False, **options)
-    watch = Watch(net, made, every=20) if watched else None
-    for _ in range(steps):
-        x = torch.randn(64, 64, generator=g)
-        error = x @ (net.w.detach().float() - target).T
-        net.w.grad = (error.T @ x / 64).to(net.w.dtype)
-        made.step()
-    return ((net.w.detach().float() - target).square().mean() / before).item(), watch
-
-
 WAYS = [
     (AdamW, dict(lr=4e-4, exp_avg="bf16", exp_avg_sq="bf16")),
     (SGD, dict(lr=2e-3, momentum=0.9)),
@@ -45,9 +25,13 @@ WAYS = [
 
 @pytest.mark.parametrize("kind, options", WAYS, ids=["adamw", "sgd", "nesterov"])
 def test_steps_below_half_an_ulp_are_kept(kind, options):
-    exact, _ = left(kind, Net(torch.float32), **options)
-    nearest, _ = left(kind, Net(), **options)
-    eco, watch = left(kind, Net(), update="eco", watched=True, **options)
+    found = []
+    for dtype, update in ((torch.float32, "nearest"), (BF16, "nearest"), (BF16, "eco")):
+        net = nn.ParameterList([ones(dtype)])
+        optimizer = kind(net.parameters(), weight_decay=0.0, compiled=False, update=update, **options)
+        watch = Watch(net, optimizer, every=20)
+        found.append(regression(optimizer, net[0]))
+    exact, nearest, eco = found
     assert exact < 0.05 and nearest > 0.9 and eco < exact + 0.15
     assert "healthy" in str(watch)
 
@@ -72,12 +56,12 @@ def test_the_next_steps_add_up_to_the_error(kind, options):
 
 
 def test_a_rate_of_zero_leaves_the_momentum_alone():
-    net = Net()
-    made = AdamW([net.w], lr=0.0, update="eco", compiled=False)
+    p = ones(BF16)
+    made = AdamW([p], lr=0.0, update="eco", compiled=False)
     for _ in range(3):
-        net.w.grad = torch.ones_like(net.w)
+        p.grad = torch.ones_like(p)
         made.step()
-    assert made.state[net.w]["exp_avg"].isfinite().all() and (net.w == 1).all()
+    assert made.state[p]["exp_avg"].isfinite().all() and (p == 1).all()
 
 
 def test_what_takes_no_error_is_refused():

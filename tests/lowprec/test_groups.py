@@ -2,7 +2,6 @@
 leaves it as it was.
 """
 
-import collections
 import copy
 import math
 
@@ -90,72 +89,6 @@ def test_parameters_that_were_changed_by_hand_are_refused_at_the_step(change):
     before = first.detach().clone()
     refused(optimizer.step, "add_param_group", "new optimiser")
     assert torch.equal(first, before)
-
-
-def emptied(optimizer, p):
-    optimizer.state.clear()
-
-
-def emptied_of_one(optimizer, p):
-    optimizer.state[p] = {}
-
-
-def put_away(optimizer, p):
-    optimizer.state = collections.defaultdict(dict)
-
-
-@pytest.mark.parametrize("how", (emptied, emptied_of_one, put_away))
-@pytest.mark.parametrize("compiled", (False, True))
-def test_an_emptied_state_begins_anew_as_in_torch(how, compiled):
-    found = []
-    for kind, options in ((torch.optim.AdamW, {}), (AdamW, {"compiled": compiled})):
-        p = parameter()
-        optimizer = kind([p], lr=1e-2, **options)
-        for step in range(4):
-            if step == 2:
-                how(optimizer, p)
-            p.grad = torch.full_like(p, 0.5 - step)
-            optimizer.step()
-        found.append(p.detach().clone())
-    assert torch.equal(*found)
-
-
-def assigned(state):
-    state["exp_avg_sq"] = torch.full_like(state["exp_avg_sq"], 1e12)
-
-
-def assigned_by_data(state):
-    state["exp_avg_sq"].data = torch.full_like(state["exp_avg_sq"], 1e12)
-
-
-@pytest.mark.parametrize("how", (assigned, assigned_by_data))
-@pytest.mark.parametrize("compiled", (False, True))
-def test_a_moment_that_is_assigned_is_what_steps_and_what_is_saved(how, compiled):
-    found = []
-    for kind, options in ((torch.optim.AdamW, {}), (AdamW, {"compiled": compiled})):
-        p = parameter()
-        optimizer = kind([p], lr=1e-2, weight_decay=0, **options)
-        for _ in range(2):
-            p.grad = torch.ones_like(p)
-            optimizer.step()
-            how(optimizer.state[p])
-        found += [p.detach().clone(), optimizer.state_dict()["state"][0]["exp_avg_sq"]]
-    assert all(map(torch.equal, found[:2], found[2:]))
-
-
-@pytest.mark.parametrize("shape", ((4,), (600, 600)))  # in one bucket, and in two
-@pytest.mark.parametrize("compiled", (False, True))
-def test_two_states_that_were_swapped_are_each_others(compiled, shape):
-    found = []
-    for kind, options in ((torch.optim.AdamW, {}), (AdamW, {"compiled": compiled})):
-        p, q = parameter(shape=shape), parameter(2.0, shape)
-        q.grad = torch.full_like(q, -3.0)
-        optimizer = kind([p, q], lr=1e-2, **options)
-        optimizer.step()
-        optimizer.state[p], optimizer.state[q] = optimizer.state[q], optimizer.state[p]
-        optimizer.step()
-        found += [p.detach(), q.detach()]
-    assert all(map(torch.equal, found[:2], found[2:]))
 
 
 @pytest.mark.parametrize(

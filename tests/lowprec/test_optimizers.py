@@ -669,20 +669,9 @@ def test_a_least_rms_reaches_adafactor():
     assert [group["eps"] for group in run.precision.optimizer.param_groups] == [(1e-30, 0.05)]
 
 
-@pytest.mark.parametrize("net", [[], ["--model", "dit"]])
-def test_adafactor_says_that_zeros_grow_late(net, capsys):
-    late = "matrices start at zero and grow late"
-    assert cli.quick("--optimizer", "adafactor", *net, steps=1) == 0
-    assert late in capsys.readouterr().out
-    assert cli.quick("--optimizer", "adafactor", "--least_rms", 0.05, *net, steps=1, name="sooner") == 0
-    assert late not in capsys.readouterr().out
-
-
-def test_adafactor_says_nothing_where_no_matrix_starts_at_zero(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten " * 100)
-    text = ["--task", "language", "--data", f"text:{tmp_path / 'text.txt'}", "--length", 16]
-    assert cli.quick("--optimizer", "adafactor", *text, steps=1) == 0
-    assert "start at zero" not in capsys.readouterr().out
+def test_adafactor_says_that_zeros_grow_late(capsys):
+    assert cli.quick("--optimizer", "adafactor", steps=1) == 0
+    assert "matrices start at zero and grow late" in capsys.readouterr().out
 
 
 def test_an_eps_reaches_adamw():
