@@ -430,7 +430,7 @@ def test_a_long_name_leaves_room_for_the_picture(tmp_path):
         ("--params 1e6 --plot nowhere/x.png", "a folder that there is"),
         ("--params 1e6 --plot folder.png", "a folder that there is"),
         ("--params 1e6 --bf17", "no such flag"),
-        ("--net mine.py:wants", "needs size"),
+        ("--net mine.py:wants", "required positional argument: 'size'"),
         ("--net mine.py:missing", "no function"),
         ("--net mine.py:broken", "broken() raised NameError: name 'Netz' is not defined"),
         ("--net none.py:build", "FILE.py:FUNCTION"),
