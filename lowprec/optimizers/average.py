@@ -133,11 +133,11 @@ class EMA:
         return {"step": self.step, "shadow": dict(self.shadow)}
 
     def check_state(self, state):
-        """Raises Refused for the averages of another model or dtype."""
+        """Raises Refused for the averages of another model or dtype, and for none."""
         own = {name: (value.shape, value.dtype) for name, value in self.shadow.items()}
-        theirs = {name: (value.shape, value.dtype) for name, value in state["shadow"].items()}
+        theirs = {name: (value.shape, value.dtype) for name, value in state.get("shadow", {}).items()}
         if theirs != own:
-            raise Refused("the averaged weights belong to another model or another ema dtype")
+            raise Refused("the averaged weights are absent, or belong to another model or another ema dtype")
 
     def load_state_dict(self, state):
         """Raises Refused as `check_state`."""

@@ -461,7 +461,7 @@ def test_a_run_without_an_average_draws_from_its_last_weights_saves_and_loads():
     train(run, 2)
     train(again, 2)
     assert all(same(a, b) for a, b in zip(run.params, again.params, strict=True))
-    refused(lambda: start("stochastic").load_state_dict(run.state_dict()), "no average 'ema'")
+    refused(lambda: start("stochastic").load_state_dict(run.state_dict()), "averaged weights are absent")
 
 
 def test_the_signature_names_every_option():
