@@ -43,9 +43,9 @@ def test_average_of_moving_weights_and_of_every_bucket(monkeypatch):
         torch.testing.assert_close(ema.shadow[n].double(), wanted[n], rtol=1e-5, atol=1e-6)
 
 
-def travelled(decay, dtype, update, steps, n=2000):
+def travelled(decay, dtype, update, steps):
     """Share of the way from one set of weights (std 0.05) to another that an average covers in `steps`."""
-    start, end = draw(n, seed=1, scale=0.05).to(BF16), draw(n, seed=2, scale=0.05).to(BF16)
+    start, end = draw(2000, seed=1, scale=0.05).to(BF16), draw(2000, seed=2, scale=0.05).to(BF16)
     p = nn.Parameter(start.clone())
     ema = EMA([("p", p)], decay, dtype, update, compiled=False)
     with torch.no_grad():
@@ -137,10 +137,10 @@ def test_average_and_weight_do_not_share_noise():
 # ---- Warm-up -----------------------------------------------------------------------------------------------
 
 
-def walk(steps, n=300):
-    """Weights [n] fp32 of some steps: a random walk away from its start, which ends far from it."""
-    moves = torch.stack([draw(n, seed=1000 + step, scale=0.02) for step in range(steps)])
-    return draw(n, seed=1) + (moves + 0.01).cumsum(0)
+def walk(steps):
+    """Weights [300] fp32 of some steps: a random walk away from its start, which ends far from it."""
+    moves = torch.stack([draw(300, seed=1000 + step, scale=0.02) for step in range(steps)])
+    return draw(300, seed=1) + (moves + 0.01).cumsum(0)
 
 
 def averaged(path, decay, dtype="fp32", update="nearest"):

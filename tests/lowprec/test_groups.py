@@ -14,8 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from lowprec import EMA, SGD, Adafactor, AdamW, Lion, Muon, Precision, Release
 
 
-def parameter(value=1.0, shape=(4,)):
-    p = nn.Parameter(torch.full(shape, value))
+def parameter(shape=(4,)):
+    p = nn.Parameter(torch.ones(shape))
     p.grad = torch.ones(shape)
     return p
 

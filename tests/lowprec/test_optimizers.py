@@ -49,9 +49,9 @@ def made(name, tensors, dtype=torch.float32, **options):
     return params, optimizer
 
 
-def initial(name, seed=0):
+def initial(name):
     shapes = MATRICES if name == "muon" else SHAPES
-    return [draw(*shape, seed=seed + i, scale=0.1) for i, shape in enumerate(shapes)]
+    return [draw(*shape, seed=i, scale=0.1) for i, shape in enumerate(shapes)]
 
 
 def feed(optimizer, params, steps, scale=1.0, first=0):
@@ -212,11 +212,11 @@ KEPT = {"sgd": "momentum", "lion": "exp_avg", "muon": "momentum", "adafactor": "
 KEPT["adamw"] = "exp_avg_sq"
 
 
-def moved_once(name, lr, gradient=0.77, **writing):
+def moved_once(name, lr, **writing):
     """(weights after one step from 1.0, their optimiser): 40,000 equal entries, equal fp32 gradients."""
     p = nn.Parameter(torch.ones(200, 200, dtype=BF16 if writing else torch.float32))
     optimizer = OPTIMIZERS[name]([p], lr=lr, weight_decay=0.0, compiled=False, **writing)
-    optimizer.step(grads={p: torch.full(p.shape, gradient)})
+    optimizer.step(grads={p: torch.full(p.shape, 0.77)})
     return p, optimizer
 
 
@@ -607,10 +607,10 @@ def test_groups_keep_their_options_and_may_name_an_optimiser():
 # ---- The doctor --------------------------------------------------------------------------------------------
 
 
-def watched(name, key, lr=None, steps=24):
+def watched(name, key, lr=None):
     run = run_of(name, key, **({"lr": lr} if lr else {}))
     watch = Watch(run.model, run.optimizer, run.ema, every=3, most=512)
-    common.train(run, steps)
+    common.train(run, 24)
     watch.remove()
     return watch
 
