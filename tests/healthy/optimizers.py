@@ -9,19 +9,6 @@ from healthy.shared import LOOPS, STEPS, mlp, trained
 from lowprec.optimizers import lion, muon, rounded, sgd
 
 
-def enter_optimizers():
-    """Optimisers of other people and torch's, one loop each."""
-    for name, make in torchs().items():
-        LOOPS[f"torch {name}"] = functools.partial(with_optimizer, make)
-    for name in TIMM:
-        LOOPS[f"timm {name}"] = functools.partial(with_optimizer, functools.partial(of_timm, name=name))
-    for name in PYTORCH_OPTIMIZER:
-        make = functools.partial(of_package, name=name)
-        LOOPS[f"pytorch_optimizer {name}"] = functools.partial(with_optimizer, make)
-    for name, make in SINGLE.items():
-        LOOPS[name] = functools.partial(with_optimizer, make)
-
-
 def torchs():
     optim = torch.optim
     return {
@@ -118,7 +105,11 @@ def ours(kind, **options):
     return trained(net, kind(net.parameters(), compiled=False, **options))
 
 
-enter_optimizers()
+MADE = {f"torch {name}": make for name, make in torchs().items()}
+MADE |= {f"timm {name}": functools.partial(of_timm, name=name) for name in TIMM}
+MADE |= {f"pytorch_optimizer {name}": functools.partial(of_package, name=name) for name in PYTORCH_OPTIMIZER}
+for name, make in (MADE | SINGLE).items():
+    LOOPS[name] = functools.partial(with_optimizer, make)
 LOOPS["torch Muon"] = lambda: with_vectors_elsewhere(torch.optim.Muon)
 LOOPS["our Muon"] = lambda: with_vectors_elsewhere(lambda params: muon.Muon(params, compiled=False))
 LOOPS["our AdamW"] = lambda: ours(rounded.AdamW)

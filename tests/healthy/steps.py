@@ -73,15 +73,11 @@ def gradient_centralisation():
 
 @loop
 def two_losses_two_backwards():
-    net = mlp()
-    optimizer = adam(net)
-    watch = Watch(net, optimizer, every=EVERY)
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    def loss(net, step):
         task(net, step).backward()
-        (0.1 * net(draw(step, 8, 32)).square().mean()).backward()
-        optimizer.step()
-    return watch
+        return 0.1 * net(draw(step, 8, 32)).square().mean()
+
+    return trained(mlp(), loss=loss)
 
 
 @loop
@@ -138,25 +134,23 @@ def reptile():
 
 @loop
 def sharpness_aware():
-    net = mlp()
-    optimizer = adam(net)
-    watch = Watch(net, optimizer, every=EVERY)
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    net, before = mlp(), []
+
+    def loss(net, step):
         task(net, step).backward()
+        params = list(net.parameters())
+        norm = nn.utils.get_total_norm([p.grad for p in params])
+        before[:] = [p.detach().clone() for p in params]
         with torch.no_grad():
-            norm = nn.utils.get_total_norm([p.grad for p in net.parameters()])
-            moves = [0.05 * p.grad / norm for p in net.parameters()]
-            before = [p.clone() for p in net.parameters()]
-            for p, move in zip(net.parameters(), moves, strict=True):
-                p.add_(move)
-        optimizer.zero_grad()
-        task(net, step).backward()
+            torch._foreach_add_(params, [0.05 * p.grad / norm for p in params])
+        net.zero_grad()
+        return task(net, step)
+
+    def back(step):
         with torch.no_grad():
-            for p, old in zip(net.parameters(), before, strict=True):
-                p.copy_(old)
-        optimizer.step()
-    return watch
+            torch._foreach_copy_(list(net.parameters()), before)
+
+    return trained(net, loss=loss, between=back)
 
 
 @loop
