@@ -19,13 +19,11 @@ STEPS = 3
 MORE = {
     "norm island": dict(pure_bf16=True, stochastic=True, sites=["islands=norm", "accumulate=fp32"]),
     "sgd": RECIPES["stochastic"],
-    "sgd nearest": RECIPES["pure_bf16"],
     "lion": RECIPES["stochastic opt8bit"],
 }
 OPTIONS = {
     "norm island": dict(accumulate=2),
     "sgd": dict(optimizer="sgd"),
-    "sgd nearest": dict(optimizer="sgd"),
     "lion": dict(optimizer="lion"),
 }
 

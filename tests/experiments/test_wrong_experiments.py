@@ -118,14 +118,6 @@ def test_a_record_without_the_score_that_is_read_is_one_line(folder, capsys, sco
     assert "no score 'ema.frechet'" in capsys.readouterr().err
 
 
-def test_a_line_that_is_no_object_or_too_deep_is_one_line(folder, capsys):
-    path = folder / "001-rounding/results.jsonl"
-    for line in ("[" * 99999, "3", '{"arm": "fp32"', "\x00\xff"):
-        path.write_text(line + "\n")
-        assert str(path) in fails(capsys, folder, "001", "--dry_run")
-        assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 2
-
-
 def test_results_of_other_flags_are_not_mixed_in(folder, capsys):
     records = records_of(definition.load_experiment("1", folder))
     write(folder, TOML.replace('"--steps", "4"', '"--steps", "5"'), records)

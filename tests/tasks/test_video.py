@@ -9,6 +9,7 @@ import common
 import numpy as np
 import pytest
 import torch
+from pictures import save
 from PIL import Image
 from sklearn.metrics import adjusted_rand_score
 
@@ -158,11 +159,6 @@ def test_a_video_counts_a_slot_that_changes_hands_and_a_frame_does_not():
 
 
 # ---- Folders -----------------------------------------------------------------------------------------------
-
-
-def save(path, pixels, mode=None):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels, mode).save(path)
 
 
 def plant(root, clips=3, frames=5, size=(18, 20), masks=True):
