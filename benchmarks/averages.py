@@ -29,6 +29,8 @@ from pathlib import Path
 
 import torch
 
+from harness.printing import layout
+
 PATH_STEPS, PATH_ENTRIES, WEIGHT_SPREAD = 5000, 20_000, 0.02
 DECAYS = (0.99, 0.999, 0.9999)
 
@@ -148,13 +150,11 @@ def main(argv=None):
     torch.set_num_threads(1)
     found = {f"{decay:g}": measure_rules(decay, args.steps) for decay in DECAYS}
     print("share of the way covered (1 is right) and distance from the fp64 average / spread of the weights")
-    print(f"{'':24}" + "".join(f"{'decay ' + decay:>20}" for decay in found))
+    rows = [["", *(f"decay {decay}" for decay in found)]]
     for name in RULES:
-        line = f"{name:24}"
-        for figures in found.values():
-            share, distance = figures[name]
-            line += f"{f'{share:.3f}  {distance:.2%}':>20}"
-        print(line)
+        figures = [of_rules[name] for of_rules in found.values()]
+        rows.append([name, *(f"{share:.3f}  {distance:.2%}" for share, distance in figures)])
+    print(layout(rows))
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     return 0

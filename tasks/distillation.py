@@ -14,7 +14,7 @@ from lowprec.errors import Refused
 from lowprec.rules import Rule
 from tasks.diffusion import RFlow
 from tasks.generation import BINS, TIMESTEPS
-from tasks.students import FLOWS, OWN_TIMES, TEACHER, TEACHER_STEPS, Student
+from tasks.students import FLOWS, NEEDS_TEACHER, OWN_TIMES, TEACHER, TEACHER_STEPS, Student
 
 FIRST_STEPS = 8  # of a teacher that draws in any number
 
@@ -32,8 +32,8 @@ class Distill(Student):
     Its squared error is averaged as in rectified flow. Each step of training asks the teacher twice.
     """
 
-    needs_teacher = True
     rules = (
+        NEEDS_TEACHER,
         *Student.rules,
         OWN_TIMES,
         Rule(

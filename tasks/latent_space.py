@@ -10,6 +10,7 @@ before a run starts and written into its flags, so that --sample reads the same 
 same path is refused. The VAE's folder may move: --vae may be given anew.
 """
 
+import functools
 import math
 
 import torch
@@ -223,17 +224,15 @@ class Latents:
         self.scale = config.latent_scale or self.vae.scale(data)
 
     def nets(self, builders):
-        def in_latents(build):
-            def built(channels, num_classes, image_size, size):
-                try:
-                    return build(self.channels, num_classes, self.side, size)
-                except Refused as error:
-                    shape = "x".join(map(str, self.shape))
-                    raise Refused(f"the latents of --vae {self.vae.path} are {shape}: {error}") from None
+        return {name: functools.partial(self._built, build) for name, build in builders.items()}
 
-            return built
-
-        return {name: in_latents(build) for name, build in builders.items()}
+    def _built(self, build, channels, num_classes, image_size, size):
+        """What `build` makes for latents in place of images."""
+        try:
+            return build(self.channels, num_classes, self.side, size)
+        except Refused as error:
+            shape = "x".join(map(str, self.shape))
+            raise Refused(f"the latents of --vae {self.vae.path} are {shape}: {error}") from None
 
     def train_set(self, part, device):
         """The latents of `part` as tensors, or its images where their latents are too many to keep."""

@@ -20,7 +20,7 @@ from lowprec.rules import check_machine
 from precision import check_options
 from tasks.generation import BINS
 from tasks.image_sets import Tensors
-from tasks.students import TEACHER, TEACHER_STEPS, Student
+from tasks.students import NEEDS_TEACHER, TEACHER, TEACHER_STEPS, Student
 from tasks.task import Rng
 
 PAIRS_FILE = "pairs.safetensors"
@@ -71,7 +71,7 @@ class Reflow(Student):
         ),
         TEACHER_STEPS,
     )
-    needs_teacher = True
+    rules = (NEEDS_TEACHER, *Student.rules)
     teacher = None  # read by `start`, forgotten once its pairs are drawn
 
     # -- the teacher

@@ -107,6 +107,10 @@ class Teacher:
 
 # ---- The student -------------------------------------------------------------------------------------------
 
+NEEDS_TEACHER = Rule(  # of students that learn from nothing else
+    lambda c: not c.teacher,
+    lambda c: f"--task {c.task} learns from a teacher: add --teacher CHECKPOINT, of a rectified flow",
+)
 OWN_TIMES = Rule(  # of students that don't draw timesteps as --timestep_sampling says
     lambda c: c.timestep_sampling != "uniform",
     lambda c: f"--timestep_sampling {c.timestep_sampling}: --task {c.task} has times of its own; drop it",
@@ -121,7 +125,6 @@ class Student(RFlow):
 
     teachers = FLOWS  # tasks whose runs can teach this one
     watched = ("frechet", "lower")  # a loss on real images with independent noise is not what students learn
-    needs_teacher = False  # whether it learns from nothing else
     live = None
     rules = (
         *RFlow.rules,
@@ -174,15 +177,6 @@ class Student(RFlow):
     def settle_steps(cls, teacher, given):
         """{flag: value} of what the steps of a Teacher decide."""
         return {}
-
-    @classmethod
-    def check(cls, config):
-        if cls.needs_teacher and not config.teacher:
-            raise Refused(
-                f"--task {config.task} learns from a teacher: add --teacher CHECKPOINT, of a run with --task "
-                f"{' or '.join(cls.teachers)}"
-            )
-        super().check(config)
 
     @property
     def starts_elsewhere(self):
