@@ -53,6 +53,7 @@ KIND_OF_MODEL = {  # --model: what a row calls the net
     "dit": "DiT",
     "gpt": "GPT",
     "bdh": "BDH",
+    "moe": "mixture of experts",
     "cnn": "CNN",
     "resnet18": "ResNet",
     "vit": "ViT",

@@ -179,7 +179,7 @@ class Setting:
         """'DiT, Fashion-MNIST, 4.17 M'"""
         data = net_of(self.flags)[2]
         named = DATA_NAMES.get(data, data)
-        if self.flags["model"] in ("gpt", "bdh"):
+        if self.flags["model"] in ("gpt", "bdh", "moe"):
             named = "text"
         if self.flags["model"] in ("steve", "slotcontrast"):
             named = "video"
