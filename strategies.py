@@ -217,10 +217,6 @@ def settle(values, typed=False):
         config.name = config.name or known.name(config)
     else:
         config = known.config(whole)
-        if config.batch_size == "auto":
-            raise Refused(
-                "--batch_size auto is a number once a run begins, and this is none yet: give a number"
-            )
     _refuse_idle(kind, config, known)
     kind.check(config)
     return Run(kind, known, config, recipe_of_run(config, known, kind.sites))

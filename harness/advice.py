@@ -11,6 +11,10 @@ from lowprec.rules import Rule, check_machine, refuse
 LATE_AVERAGE = 0.1  # of the initial weights in an average: more shows in what it draws
 
 
+BATCH_OF_A_RUN = Rule(  # asked of flags that no search has gone through
+    lambda c: c.batch_size == "auto",
+    "--batch_size auto is a number once a run begins, and this is none yet: give a number",
+)
 PROCESS_RULES = (
     Rule(
         lambda here: here.c.batch_size % here.world,
@@ -32,6 +36,7 @@ PROCESS_RULES = (
 def check_processes(c, recipe, ranks, draws):
     """Raise Refused for flags that these processes can't follow. draws: whether nothing is trained."""
     spread = c.fsdp and not draws
+    refuse((BATCH_OF_A_RUN,), c)
     refuse(PROCESS_RULES, types.SimpleNamespace(c=c, ranks=ranks, world=ranks.world, spread=spread))
     options = Options(grad_release=c.grad_release, average_on=c.average_on, states_on=c.states_on)
     asked_for: dict = dict(recipe=recipe, options=options, spread=spread, compiled=c.compile)

@@ -3,9 +3,11 @@
 training and settle make a trainer.TaskTraining and strategies.Run, which stand above this room.
 """
 
+from harness.advice import BATCH_OF_A_RUN
 from harness.flags import check_none
 from lowprec.advice.command import whole_number
 from lowprec.advice.plot import check_picture
+from lowprec.rules import refuse
 from lowprec.trials import command
 from lowprec.trials.trial import run_trial
 
@@ -32,6 +34,7 @@ def main(words, training, settle, table, subject_of):
     idle = [name for name in given if name in IDLE or table[name].group in IDLE_GROUPS]
     check_none(idle, "--trial, which tries --recipes")
     whole = settle(given, typed=True)
+    refuse((BATCH_OF_A_RUN,), whole.config)
     little = in_little(whole.config, args.trial_steps)
 
     def trained(arm, seed):

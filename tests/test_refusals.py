@@ -211,6 +211,7 @@ BAD_INPUT = {
     "--size huge": "unknown size",
     "--size mini --image_size 9": "9",
     "--image_size 4": "is not a whole number from 8",
+    "--trial --batch_size auto": "give a number",
     "--stepz 3": "unrecognized arguments: --stepz 3; near it is --steps",
     "--step 3": "unrecognized arguments",  # no abbreviations: a new flag would change their meaning
     "--steps many": "'many' is not a whole number",
