@@ -32,14 +32,6 @@ ADAMW_OPTIONS = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 # ---- Commands ----------------------------------------------------------------------------------------------
 
 
-def _nothing(_):
-    pass
-
-
-def _success(rows):
-    return 0
-
-
 @dataclass(frozen=True)
 class Flag:
     """A flag of a command, or a word without dashes. A default that is a list lets it take several; False
@@ -94,8 +86,8 @@ class Command:
     measure: Callable | None = None
     repeats: int | None = None
     flags: tuple = ()
-    check: Callable = _nothing
-    status: Callable = _success
+    check: Callable = lambda args: None
+    status: Callable = lambda rows: 0
     cpu_only: bool = False
     run: Callable | None = None
 

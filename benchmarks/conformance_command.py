@@ -215,11 +215,6 @@ def print_findings(rows):
         print("all holds")
 
 
-def exit_status(rows):
-    """0 when all holds, 1 with findings."""
-    return int(any(row["verdict"] == "finding" for row in rows))
-
-
 # ---- The page ----------------------------------------------------------------------------------------------
 
 
@@ -274,5 +269,5 @@ COMMAND = Command(
     conforming,
     flags=(Flag("names", [], NAMES_HELP, type=str, metavar="module:Class"),),
     check=check,
-    status=exit_status,
+    status=lambda rows: int(any(row["verdict"] == "finding" for row in rows)),
 )
