@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 import attacked
-import cli
 import pytest
 import torch
 from attacked import BASE, again, is_refused
@@ -20,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from harness import run_folder
 from lowprec.errors import Refused
 
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 trained, mine = attacked.trained, attacked.mine
 LONG = "9" * 20
 

@@ -8,14 +8,12 @@ import tempfile
 from pathlib import Path
 
 import attacked
-import cli
 import numpy as np
 import pytest
 from attacked import BASE, DEEP, again, arrays, is_refused, line_of
 from cli import command
 from rank_server import ask
 
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 trained, mine = attacked.trained, attacked.mine
 
 # ---- Files of a run ----------------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ from harness import batch_size
 from harness.batch_size import largest_power_of_two, survives
 from lowprec.errors import Refused
 
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-
 # ---- The search --------------------------------------------------------------------------------------------
 
 

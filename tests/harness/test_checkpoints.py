@@ -18,7 +18,6 @@ from cli import command, content
 from harness import checkpoints
 from lowprec.errors import Refused
 
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 trained, mine = attacked.trained, attacked.mine
 
 # ---- Damaged checkpoints -----------------------------------------------------------------------------------

@@ -5,14 +5,14 @@ nothing; states that any number of ranks reads. Real processes, gloo, tiny nets.
 import json
 from pathlib import Path
 
-import cli
 import pytest
 import rank_server
 import torch
-from cli import ROOT, process
+from cli import ROOT, assert_same, process
 from rank_server import ranks_messages, told
 
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+from harness import shards
+
 ranks = rank_server.ranks
 
 
@@ -103,6 +103,16 @@ def test_what_can_not_be_spread_is_refused_in_a_line(ranks):
     assert said.keys() == words.keys()
     for name, line in said.items():
         assert line and words[name] in line and "\n" not in line, (name, line)
+
+
+# ---- Parts -------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_of_values_comes_back_from_json():
+    state = {"a": (1, 2.5, [None, True]), 3: {"x": torch.arange(3)}, "b": {"$odd": "name"}, "c": float("inf")}
+    tensors = {}
+    tree = json.loads(json.dumps(shards._taken_apart(state, tensors)))
+    assert_same(shards._put_together(tree, lambda leaf: tensors[leaf["$tensor"]]), state)
 
 
 # ---- On GPUs -----------------------------------------------------------------------------------------------

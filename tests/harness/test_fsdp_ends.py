@@ -17,7 +17,6 @@ from rank_server import ranks_messages, until, workers
 
 from harness import checkpoints
 
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 ranks = rank_server.ranks
 run, norms = fsdp_runs.run, fsdp_runs.norms
 

@@ -23,7 +23,6 @@ from harness import checkpoints, shards
 from harness.run_folder import Folder
 from lowprec.errors import Refused
 
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 ranks = rank_server.ranks
 run, norms = fsdp_runs.run, fsdp_runs.norms
 

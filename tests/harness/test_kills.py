@@ -11,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import cli
 import pytest
 import rank_server
 from cli import ROOT, assert_same, checkpoint, command, metrics, process, summary
@@ -20,7 +19,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from harness.checkpoints import read as read_checkpoint
 
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 ranks = rank_server.ranks
 RUN = "--task classify --batch_size 8 --sample_every 0 --warmup 0 --threads 1".split()
 RUN += ["--log_every", "2"]

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from tasks.reflow import PAIRS_FILE
 
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 teachers = generating.teachers
 ranks = rank_server.ranks
 BF16 = ["--pure_bf16", "--stochastic", "--accumulate", 2, "--set", "accumulate=fp32"]

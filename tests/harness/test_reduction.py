@@ -4,7 +4,6 @@ that is resumed repeats its bits.
 
 from pathlib import Path
 
-import cli
 import fsdp_jobs
 import pytest
 import rank_server
@@ -15,7 +14,6 @@ from rank_server import ranks_messages, told
 
 from lowprec.rounding import Noise, hash64, noise_bits, noise_key, stochastic_round
 
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 ranks = rank_server.ranks
 
 # ---- The mean ----------------------------------------------------------------------------------------------

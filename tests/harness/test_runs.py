@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import cli
 import pytest
 import torch
 from cli import SEGMENT, after_step, assert_same, checkpoint, metrics, no_training, quick, summary
@@ -14,8 +13,6 @@ from safetensors.torch import load_file
 from harness import progress, run_folder
 from lowprec.errors import Refused
 from trainer import Trainer
-
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
 # ---- Files -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from harness.checkpoints import read as read_checkpoint
 from harness.validation import Validation, steps_an_epoch
 from tasks import segment
 
-in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 LOOK = [*SEGMENT, "--lr", 1e-2, "--ema_decay", 0, "--validate_every", 2]
 
 

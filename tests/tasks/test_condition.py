@@ -1,7 +1,6 @@
 """--condition: a net that sees an image beside the noise."""
 
 import common
-import generating
 import numpy as np
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tasks.reflow import Reflow
 from tasks.task import Rng
 
 eager = common.eager
-digits = generating.digits
 
 
 class Seen:

@@ -5,7 +5,6 @@ sampling in few steps, a teacher's steps.
 
 import cli
 import common
-import generating
 import pytest
 import torch
 from cli import (
@@ -27,8 +26,6 @@ from tasks.task import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-stepped = cli.stepped
-digits = generating.digits
 
 CONSISTENCY = ["--task", "consistency"]
 

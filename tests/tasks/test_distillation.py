@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import cli
-import generating
 import pytest
 import torch
 from cli import (
@@ -31,9 +30,6 @@ from tasks.task import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-stepped = cli.stepped
-digits = generating.digits
-teachers = generating.teachers
 
 TEACHER = "runs/teacher"
 DISTILL = ["--task", "distill", "--teacher", TEACHER]

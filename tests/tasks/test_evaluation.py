@@ -17,7 +17,6 @@ from tasks.segment import Segment
 from tasks.task import Rng, picture
 
 eager = common.eager
-digits = test_strategies.digits
 discs = test_strategies.discs
 
 

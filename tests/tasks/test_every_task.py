@@ -8,7 +8,6 @@ from pathlib import Path
 
 import cli
 import common
-import generating
 import pytest
 import torch
 from cli import (
@@ -31,8 +30,6 @@ import doctor
 from tasks.autoencoder import Autoencoder
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-stepped = cli.stepped
-teachers = generating.teachers
 
 
 @pytest.fixture(scope="module")

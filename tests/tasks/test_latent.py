@@ -6,7 +6,6 @@ from pathlib import Path
 
 import cli
 import common
-import generating
 import numpy as np
 import pytest
 import torch
@@ -35,7 +34,6 @@ from tasks.task import Rng
 from tasks.vae_halves import Frozen, Ranges
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-digits = generating.digits
 VAE = ["--task", "vae", *LOOP]
 IN_LATENTS = ["--vae", "runs/vae", *QUICK]
 

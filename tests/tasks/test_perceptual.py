@@ -4,7 +4,6 @@ from pathlib import Path
 
 import cli
 import common
-import generating
 import pytest
 import torch
 from cli import (
@@ -22,8 +21,6 @@ from tasks.perceptual import Perceptual
 from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-stepped = cli.stepped
-digits = generating.digits
 
 
 def written_out(net, a, b):

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import cli
-import generating
 import pytest
 import torch
 from cli import (
@@ -34,8 +33,6 @@ from tasks.task import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-digits = generating.digits
-teachers = generating.teachers
 
 TEACHER = "runs/teacher"
 REFLOW = ["--task", "reflow", "--teacher", TEACHER, "--pairs", 50, "--teacher_steps", 4]

@@ -5,7 +5,6 @@ schedule, sampler and timesteps.
 import math
 
 import common
-import generating
 import pytest
 import torch
 from generating import FLAGS, Recorder, batch, make, noise_from, rmse, velocity_to
@@ -21,7 +20,6 @@ from tasks.generation import BINS, TIMESTEPS
 from tasks.task import Rng, Task, to_device
 
 eager = common.eager
-digits = generating.digits
 
 
 @pytest.fixture(scope="module")

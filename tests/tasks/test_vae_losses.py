@@ -19,7 +19,6 @@ from tasks.vae_halves import snr
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 batch = test_latent.batch
 config = test_latent.config
-digits = test_latent.digits
 
 
 def test_the_net_is_monais_autoencoder_with_noise_from_outside(size="tiny", side=8, shape=(2, 4, 4)):

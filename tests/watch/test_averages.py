@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_watch_loop import eager, losing, net, train
+from test_watch_loop import losing, net, train
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -14,7 +14,6 @@ from lowprec.watch import compare
 from lowprec.watch.averages import Average
 from lowprec.watch.watch import Watch
 
-eager = eager
 RATE = 0.05
 
 

@@ -4,13 +4,12 @@ whose gradients change by plan, are in healthy/steps.py.
 
 import pytest
 import torch
-from test_watch_loop import eager, losing, net
+from test_watch_loop import losing, net
 from torch import nn
 
 from lowprec import rounding
 from lowprec.watch.watch import Watch
 
-eager = eager
 FIRST, LAST = "0.weight", "3.weight"
 
 

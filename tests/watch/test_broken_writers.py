@@ -6,12 +6,11 @@ import pytest
 import test_broken_runs
 import torch
 from common import draw
-from test_watch_loop import eager, losing, net
+from test_watch_loop import losing, net
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lowprec import Watch
 
-eager = eager
 FIRST = test_broken_runs.FIRST
 LAST = test_broken_runs.LAST
 Loop = test_broken_runs.Loop

@@ -7,9 +7,7 @@ import re
 import pytest
 from healthy import shared
 from healthy_loops import findings_of
-from test_watch_loop import eager
 
-eager = eager
 OF_OTHERS = re.compile("pytorch_optimizer|timm|schedulefree|prodigy|diffusers|lion$|came$")
 
 

@@ -11,15 +11,13 @@ import planted
 import pytest
 import recipes_that_work  # noqa: F401  it fills planted.HEALTHY
 
-from lowprec.kernels import compiled
 from lowprec.watch import findings
 
 STEPS = int(os.environ.get("WATCH_STEPS", "12"))
 
 
 @pytest.fixture(autouse=True)
-def eager(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiled, "unfused", planted.Everything())
+def in_a_folder(monkeypatch, tmp_path):
     cli.shorten(monkeypatch.setattr)
     monkeypatch.chdir(tmp_path)
 

@@ -5,13 +5,10 @@ import math
 import pytest
 import torch
 from healthy.shared import mlp, task, trained
-from test_watch_loop import eager
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lowprec.watch.watch import Watch
-
-eager = eager
 
 
 def severe(watch):
@@ -23,16 +20,17 @@ def test_two_steps_of_a_generator_before_one_of_its_judge_are_no_fault():
     judge, maker, into = mlp(), mlp(), nn.Linear(32, 32)
     other = torch.optim.AdamW(maker.parameters())
 
-    def loss(judge, step):
+    def two_steps(step):
         for _ in range(2):
             maker.zero_grad()
             judge(into(maker(torch.randn(8, 32)))).mean().backward()
             other.step()
-        judge.zero_grad()
+
+    def loss(judge, step):
         task(judge, step).backward()
         return judge(into(maker(torch.randn(8, 32))).detach()).square().mean()
 
-    assert severe(trained(judge, loss=loss, steps=8, every=1)) == []
+    assert severe(trained(judge, loss=loss, after=two_steps, steps=8, every=1)) == []
 
 
 @pytest.mark.parametrize("kept", [0.1, 0.0])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_watch_loop import eager, losing, net, train
+from test_watch_loop import losing, net, train
 
 from lowprec.telemetry import sample_entries
 from lowprec.watch import findings
@@ -18,7 +18,6 @@ from lowprec.watch.faults.gradients import dead_part
 from lowprec.watch.gradients import Partial
 from lowprec.watch.watch import Watch
 
-eager = eager
 BF16 = torch.bfloat16
 LAST = "3.weight"  # of the net: a matrix of 4 x 64
 STEPS = 12

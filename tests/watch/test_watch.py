@@ -7,7 +7,9 @@ import torch
 
 from lowprec.optimizers.average import EMA
 from lowprec.optimizers.rounded import AdamW
+from lowprec.rounding import stochastic_round
 from lowprec.telemetry import StepReport, sample_entries
+from lowprec.watch.writes import Tally
 
 # ---- Samples -----------------------------------------------------------------------------------------------
 
@@ -124,3 +126,27 @@ def test_the_average_is_counted(dtype, low, high):
     moved = int((differs & (average.shadow["p"] != old)).sum())
     share = report.averaged()["ema_moved"]  # the weight that stands still is not counted
     assert share == pytest.approx(moved / int(differs.sum()), abs=1e-9) and low <= share <= high
+
+
+# ---- Many steps --------------------------------------------------------------------------------------------
+
+
+def test_the_tally_forgives_noise_and_not_loss():
+    torch.manual_seed(0)
+    stored = (torch.rand(20_000) + 0.5).bfloat16()
+    old, target = stored.float(), stored.float() * 1.0002  # a tenth of half an ulp
+    noise = torch.randint(1 << 16, (20_000,), dtype=torch.int32)
+    half = stochastic_round(old + (target - old) / 2, noise)
+    writes = {
+        "nearest": target.bfloat16(),
+        "exact": target,
+        "stochastic": stochastic_round(target, noise),
+        "half": half,
+    }
+    tallies = {}
+    for name, new in writes.items():
+        tallies[name] = Tally()
+        tallies[name].add(target.to(stored.dtype) == stored, old, target, new.float())
+    assert tallies["nearest"].lost > 0.95 and 0.2 < tallies["half"].lost < 0.5
+    assert tallies["exact"].lost == tallies["stochastic"].lost == 0.0
+    assert all(t.stuck == 1.0 for t in tallies.values())

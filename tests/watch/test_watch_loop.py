@@ -9,23 +9,12 @@ from torch import nn
 
 from lowprec import rounding
 from lowprec.errors import Refused
-from lowprec.kernels import compiled
 from lowprec.optimizers import rounded
 from lowprec.watch import adapters
 from lowprec.watch.verdicts import LINE_WIDTH, Diagnosis, Finding
 from lowprec.watch.watch import Watch
 
 BF16 = torch.bfloat16
-
-
-class Everything:
-    def __contains__(self, kernel):
-        return True
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    monkeypatch.setattr(compiled, "unfused", Everything())
 
 
 def net(dtype=torch.float32, seed=0):

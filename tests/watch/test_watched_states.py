@@ -13,7 +13,6 @@ from lowprec.watch.watch import Watch
 
 BF16 = test_watch_loop.BF16
 OPTIMIZERS = test_watch_loop.OPTIMIZERS
-eager = test_watch_loop.eager
 losing = test_watch_loop.losing
 net = test_watch_loop.net
 train = test_watch_loop.train
