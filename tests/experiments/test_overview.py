@@ -61,6 +61,15 @@ def test_records_of_one_setting_are_merged_and_a_seed_counts_once(folder):
     assert cell.ratios[5] == pytest.approx((1.01 + 1.045) / 2), "the mean of both pairs of seed 5"
 
 
+def test_a_cell_whose_own_page_waits_is_open_and_never_bold(folder):
+    experiment, known = with_losses(folder, {"nearest": 0.03})
+    experiment.looks = [definition.Look(12, 0.05)]
+    [setting] = overview.settings([experiment], known)
+    page, groups = overview.settings_page([setting]), overview.groups_table([setting])
+    assert "(6, open)" in page and "**+" not in page
+    assert "not measured" in groups and "fewer than six pairs" in groups
+
+
 def test_bold_is_what_withstands_holm_over_its_table():
     alone = overview.Cell({0: [1.001], 1: [1.002], 2: [1.004], 3: [1.005]})
     open_ones = [overview.Cell({0: [1.0 + i / 1e3], 1: [0.99], 2: [1.02]}) for i in range(12)]

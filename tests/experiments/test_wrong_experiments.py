@@ -34,6 +34,7 @@ folder = test_experiments.folder
         ('"4", "--batch', '4, "--batch', "flags are strings"),
         ("margin = 0.5", "margin = inf", "margin must be above 0, and finite"),
         ('of = "fp32"', 'of = "fp32"\nprocesses = 2', "has no processes"),
+        ('of = "fp32"', 'of = "fp32"\nmarked = "guessed"', "marked is one of"),
         ('"--pure_bf16"', '"--export", "/tmp/net.safetensors"', "--export is no flag of an arm"),
         ('["--steps", ', '["--seed", "7", "--steps", ', "--seed is no flag of an arm"),
     ],
