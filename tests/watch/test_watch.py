@@ -146,7 +146,8 @@ def test_the_tally_forgives_noise_and_not_loss():
     tallies = {}
     for name, new in writes.items():
         tallies[name] = Tally()
-        tallies[name].add(target.to(stored.dtype) == stored, old, target, new.float())
+        one = dict(index=[0], lengths=[20_000])
+        tallies[name].add(target.to(stored.dtype) == stored, old, target, new.float(), **one)
     assert tallies["nearest"].lost > 0.95 and 0.2 < tallies["half"].lost < 0.5
     assert tallies["exact"].lost == tallies["stochastic"].lost == 0.0
     assert all(t.stuck == 1.0 for t in tallies.values())
