@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from lowprec.__main__ import main
 from lowprec.watch import compare
 from lowprec.watch.checkpoints import read_checkpoint
 
@@ -302,7 +303,7 @@ def test_no_code_is_run(tmp_path, monkeypatch, capsys, pair, save, spoil):
         (path / ".metadata").write_bytes(pickle.dumps(records))
     else:
         torch.save({"layers.0.w": spoil()}, path / "pytorch_model-0.bin")
-    compare.main([str(start), str(path)])
+    main(["compare", str(start), str(path)])
     assert not Path("was-run").exists()
     assert "Traceback" not in capsys.readouterr().err
 
@@ -330,5 +331,5 @@ def rename(path, file):
 def test_broken_shards_are_one_line_and_status_2(tmp_path, capsys, pair, spoil):
     path = sharded(tmp_path / "a", pair[0])
     spoil(path)
-    assert compare.main([str(path), str(path)]) == 2
+    assert main(["compare", str(path), str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
