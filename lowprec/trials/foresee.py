@@ -424,7 +424,7 @@ def foresee(
     else:
         moved, left_out = of_optimizer(model, optimizer, lr)
     if not moved:
-        raise Refused("there are no moments of Adam yet: foresee after some of its steps, by its states")
+        raise Refused("there are no moments of Adam yet, or all are in codes: foresee after some steps of it")
     return Forecast(moved, ahead, loss, left_out, average, products, of_run.get("title", ""))
 
 
