@@ -93,7 +93,8 @@ def _loaded_by_torch(path):
             found = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             if not re.search("allowed global|Unsupported class|unsupported GLOBAL", str(error)):
-                raise
+                # torch's own text tells to load it without that limit
+                raise Refused(f"{path} is no checkpoint, or is cut short") from None
             found = StandIn()
     if isinstance(found, StandIn):
         raise Refused(
