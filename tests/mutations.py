@@ -203,6 +203,9 @@ def arguments(known):
 def main():
     mutations = everything(ROOT)
     given = arguments(mutations)
+    for row in mutations_by_hand.BY_HAND:
+        if row.name not in mutations:
+            print(f"{row.name}: its text stands nowhere, or in several places")
     if given.list:
         for mutation in mutations.values():
             print(line_of(mutation))

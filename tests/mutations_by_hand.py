@@ -272,9 +272,9 @@ HARNESS = (
     ByHand(
         "schedule-without-its-end",
         "harness/flags.py",
-        "FlagTable.fixed",
-        'if config.lr_schedule != "constant" or config.fp4_finish or config.finish:',
-        "if config.fp4_finish or config.finish:",
+        "FlagTable._of_steps",
+        "if row.of_steps and value != row.default:",
+        'if row.of_steps and value != row.default and row.name != "lr_schedule":',
     ),
     ByHand(
         "checksum-not-compared",
