@@ -31,10 +31,6 @@ RECIPE_OF_FLAGS = {
 }
 
 
-def recommended_start(flags, reason):
-    return [f"start with {RECIPE_OF_FLAGS[flags]}"]
-
-
 def main(argv=None):
     """The exit status of `python -m lowprec` with these words."""
     if argv is None:
@@ -64,7 +60,7 @@ def run_command(name="", *words):
         print((__doc__ or "").strip())
         return 0
     if not name:
-        print(report(recommended_start))
+        print(report(lambda flags, reason: [f"start with {RECIPE_OF_FLAGS[flags]}"]))
         return 0
     if name not in MODULE_OF_COMMAND:
         raise Refused(f"unknown command {name!r}; there are: {', '.join(MODULE_OF_COMMAND)}")

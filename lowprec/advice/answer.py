@@ -398,7 +398,8 @@ class _Sizes:
         """Write the rows, of this batch. Whether one of them is one to take."""
         self.advice.batch = batch
         self.advice.rows = [self._row(*size) for size in self.found]
-        is_good = any(map(_is_good, self.advice.rows))
+        # one fits, runs, and was not measured to cost much
+        is_good = any(row.fits and row.how[0] != "no" and not row.is_worse for row in self.advice.rows)
         self.advice.is_batch_chosen = is_good and batch < USUAL_BATCH
         return is_good
 
@@ -411,11 +412,6 @@ class _Sizes:
         how = _how_it_runs(candidate, advice.machine)
         room = _room_of_recipe(candidate, size, need, advice, self.process)
         return RecipeRow(candidate, size, *room, how, quality, None)
-
-
-def _is_good(row):
-    """Whether a row fits, runs, and was not measured to cost much."""
-    return row.fits and row.how[0] != "no" and not row.is_worse
 
 
 def _how_it_runs(candidate, machine):

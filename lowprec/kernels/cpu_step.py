@@ -185,7 +185,10 @@ def takes(s):
     for held, key in zip(s.moments, s.keys, strict=True):
         if held.keyed and not takes_operand(held.operand(key)):
             return False
-    return not s.exact or in_one_pass(s.numbers)
+    if not s.exact:
+        return True
+    # whether `update` has the bits of exact_step.update_moments here, for these numbers of AdamW
+    return exact_step.lerp_adds(s.numbers) and torch_root() is not None and _is_exact()
 
 
 def takes_operand(operand):
@@ -327,11 +330,6 @@ def _threads(n):
 
 
 # ---- The bits of torch's AdamW -----------------------------------------------------------------------------
-
-
-def in_one_pass(numbers):
-    """Whether `update` has the bits of exact_step.update_moments here, for these numbers of AdamW."""
-    return exact_step.lerp_adds(numbers) and torch_root() is not None and _is_exact()
 
 
 @functools.cache

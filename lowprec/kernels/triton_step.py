@@ -48,7 +48,9 @@ def run(s):
     operands, read = [], []
     for held, key in zip(s.moments, s.keys, strict=True):
         operand = held.operand(key)
-        if operand is not None and _reads_codes(operand):
+        # codes are places in a table of 256 values, in blocks of 256
+        reads_codes = operand is not None and (operand.bits, operand.block) == (8, CODES_A_SCALE.value)
+        if reads_codes and operand.line is not None:
             codes = operand.data, operand.scales, operand.table, operand.line, operand.key
             operands.append((*codes, operand.line.shape[0]))  # stretches of the line
         else:
@@ -66,13 +68,6 @@ def run(s):
         _adamw[grid](*pointers, p.numel(), *settings, **COMPILE_OPTIONS)
     for held, values, key in read:
         held.put_back(values, key, s.compiled)
-
-
-def _reads_codes(operand):
-    """Whether the kernel reads and writes the codes of a kernels.Operand: places in a table of 256 values, in
-    blocks of 256.
-    """
-    return operand.line is not None and (operand.bits, operand.block) == (8, CODES_A_SCALE.value)
 
 
 def ema(average, p, low, share, key, stochastic):

@@ -158,9 +158,6 @@ class Coverage(Method):
     def _share_of(self, names):
         return sum(self.flops[name] for name in names) / max(1, self.flops["all"])
 
-    def _share_text(self, *names):
-        return "" if self.flops is None else f", {self._share_of(names):.1%}"
-
     def summary(self):
         """One line: scaling, backend, how much is covered."""
         covered = len(self.layers) + len(self.bare)
@@ -219,7 +216,8 @@ class Coverage(Method):
         lines = []
         for (pattern, text), names in names_of.items():
             title = names[0] if len(names) == 1 else f"{pattern} ({len(names)})"
-            lines.append(f"  {title}: {text}{self._share_text(*names)}")
+            share = "" if self.flops is None else f", {self._share_of(names):.1%}"
+            lines.append(f"  {title}: {text}{share}")
         return lines
 
     def _lines_left_out(self):

@@ -91,7 +91,8 @@ def module_flops(net, args, kwargs=None, backward=False):
     module without products has none. backward: count forward and backward; trainable parameters get
     gradients, the arguments don't. Raises what the copy raises, RuntimeError for a net that looks at values.
     """
-    args, kwargs = tree_map_only(torch.Tensor, _shape_of, (tuple(args), dict(kwargs or {})))
+    shape_of = functools.partial(torch.empty_like, device="meta")
+    args, kwargs = tree_map_only(torch.Tensor, shape_of, (tuple(args), dict(kwargs or {})))
     twin = without_values(net, "meta")  # what its forward stores stays there
     counter = _Counter()
     counter.watch(twin)
@@ -119,10 +120,6 @@ def _grouped_flops(a, b, *args, out_val=None, **kwargs):
     """
     rows = a.shape[-2] if b.dim() == 2 else a.numel() // a.shape[-1]
     return 2 * rows * a.shape[-1] * b.shape[-1]
-
-
-def _shape_of(tensor):
-    return torch.empty_like(tensor, device="meta")
 
 
 def tensors_of_output(tree):

@@ -65,18 +65,15 @@ class Adapted(nn.Module):
         return y + self.lora_up(self.lora_down(x)).to(y.dtype)
 
 
-def _changes_layers(r):
-    """Whether a recipe has layers that are neither fp32 nor bf16."""
-    return r.compute in LOW_PRODUCTS or r.sparse24 != "none" or r.quantises
-
-
 LORA_RULES = (
     Rule(
         lambda run: type(run.options.lora) is not int or run.options.lora < 1,
         lambda run: f"lora={run.options.lora!r}: the rank is a whole number, 1 or more",
     ),
     Rule(
-        lambda run: _changes_layers(run.recipe),
+        lambda run: (
+            run.recipe.compute in LOW_PRODUCTS or run.recipe.sparse24 != "none" or run.recipe.quantises
+        ),
         "lora goes with layers in fp32 or bf16: drop --fp8, --fp4, --sparse24 or the site generation",
     ),
     Rule(lambda run: run.spread, "lora: adapters are not spread over ranks yet; drop --fsdp"),

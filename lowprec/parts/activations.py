@@ -39,7 +39,7 @@ class Meter(Part):
         self._known = {_storage(t) for t in [*model.parameters(), *model.buffers()]}
         self._weights = set(model.parameters())
         self._seen = {}  # storages are held, so that none is freed and its address used again
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _unpacked)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t)
         self.bytes = {}
         self.casts = 0
 
@@ -87,10 +87,6 @@ class Meter(Part):
         if self.casts:
             parts.append(f"casts of weights {_mib(self.casts)}")
         return f"{_mib(self.total)} MiB kept for backward: {', '.join(parts)}"
-
-
-def _unpacked(tensor):
-    return tensor
 
 
 def _mib(size):
@@ -152,16 +148,12 @@ def recompute(model):
 def _compute_again(forward, block, *args, **kwargs):
     if not torch.is_grad_enabled():
         return forward(block, *args, **kwargs)
-    norms = _norms_that_track(block)
+    # a forward pass changes their running statistics
+    norms = [m for m in block.modules() if getattr(m, "track_running_stats", False) and m.training]
     contexts = {}
     if norms:
         contexts["context_fn"] = lambda: (nullcontext(), _statistics_kept(norms))
     return checkpoint(forward, block, *args, use_reentrant=False, **contexts, **kwargs)
-
-
-def _norms_that_track(block):
-    """The norms of a block whose running statistics a forward pass changes."""
-    return [m for m in block.modules() if getattr(m, "track_running_stats", False) and m.training]
 
 
 @contextmanager

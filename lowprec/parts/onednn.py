@@ -55,20 +55,12 @@ class LookAtCall(Border):
                 if hook is self:
                     del module._forward_hooks[number]
         elif node._saved_weight.dtype == torch.bfloat16 and _is_wrong(node, out):
-            node.register_prehook(_without_onednn)
-            node.register_hook(_with_onednn)
+            node.register_prehook(lambda gradients: _use_onednn(False))
+            node.register_hook(lambda found, gradients: _use_onednn(True))
 
 
 def _use_onednn(on):
     torch.backends.mkldnn.enabled = on
-
-
-def _without_onednn(gradients):
-    _use_onednn(False)
-
-
-def _with_onednn(found, gradients):
-    _use_onednn(True)
 
 
 def _is_narrow(node):
