@@ -20,6 +20,7 @@ class States:
         self.last = None  # (step, numbers of tensors, lengths, exp_avg_sq after it) of the last look
         self.weights = {}  # {number of a tensor: what it held after that look}
         self.looked_at = {}  # {number of a tensor: the step of its last look}
+        self.passed_by = False  # whether a call did nothing: one that sums up gradients steps at some alone
         self.put_back: set[int] = set()  # of this look's tensors those whose state is an earlier one
 
     def of(self, p):
@@ -145,11 +146,14 @@ class States:
         if look.v is not None:
             self.last = step, look.index, look.lengths, look.new_v
             self.weights = dict(zip(look.index, look.new.split(look.lengths), strict=True))
+        moved = counts = bool((look.new != look.held).any())
         for i, p in zip(look.index, look.params, strict=True):
             state = self.of(p)
             self.looked_at[i] = step
             self.facts[i].keeps |= bool(state)
-            self._count(self.facts[i], state.get("step"), step)
+            counts |= self.facts[i].before != steps_of(state)
+            self._count(self.facts[i], state.get("step"), step, moved)
+        self.passed_by |= not counts
 
     def before(self, facts, p, step):
         """Look at the dtype of exp_avg_sq, and at the counter before a step."""
@@ -166,7 +170,7 @@ class States:
 
     # -- counters
 
-    def _count(self, facts, counter, step):
+    def _count(self, facts, counter, step, moved):
         """Compare a tensor's step counter with itself before the step, and with our own count."""
         value = steps_of({"step": counter})
         if value is None:
@@ -180,7 +184,7 @@ class States:
             facts.counter = value, step
         first, since = facts.counter
         facts.behind = (step - since) - (value - first)
-        facts.counted = dtype, stuck + (facts.before == value), value
+        facts.counted = dtype, stuck + (moved and facts.before == value), value
 
 
 def _is_another(now, then):

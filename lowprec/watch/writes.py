@@ -176,15 +176,16 @@ class Averaging(Sums):
         farthest = torch.where(jumps, jump / reach.clamp_min(1e-300), 0.0)
         self.row("jumped")[index] = torch.maximum(self.row("jumped")[index], farthest)
 
-    def overtake(self, now, then, held, most, index, lengths):
+    def overtake(self, now, then, ways, index, lengths):
         """Compare averages that have moved before with where they were, fp32 [n]: their decay lets them go
-        `most` of the way to their weights, held.
+        less than a quarter of the way to their weights, then or now. ways: as of `compare`.
         """
-        way, gone = held - then, now - then
-        along, size = totals([gone * way, way.square()], lengths)
-        part = torch.where(size > 0, along / size.clamp_min(1e-300), 0.0)
+        before, way = ways
+        along, size, other = totals([(now - then) * way, way.square(), before.square()], lengths)
+        longer = torch.maximum(size, other) * size
+        part = torch.where(longer > 0, along / longer.sqrt().clamp_min(1e-300), 0.0)
         moved = self.row("move_square")[index] > 0
-        taken = (part > max(0.5, 3 * most)) & moved
+        taken = (part > 0.5) & moved
         self.row("overtaken")[index] += taken.double()
         part = torch.where(taken, part, 0.0)
         self.row("overtook")[index] = torch.maximum(self.row("overtook")[index], part)
@@ -413,8 +414,8 @@ class Writes:
             ways = [held_then - average_then, held - average_then]
             self.averaging[name].compare(old, average_then, ways, index, lengths)
             most = 1 - (1 - min(1.0, max(fastest, rate_then, 0.0))) ** (self.step - step)
-            if most < 0.15 and not narrow:
-                self.averaging[name].overtake(old, average_then, held, most, index, lengths)
+            if most < 0.25 and not narrow:
+                self.averaging[name].overtake(old, average_then, ways, index, lengths)
         self.averaging[name].compare(new, old, [gap], index, lengths)
         self.averaging[name].add(old, new, held, rounded, far, said or 0.0, index, lengths)
         self.last[name] = index, new, held, self.step, fastest

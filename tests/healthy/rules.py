@@ -221,6 +221,16 @@ class Lookahead(torch.optim.AdamW):
 
 
 @rule
+class StepsAtEachFourthCall(torch.optim.AdamW):
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls % 4 == 0:
+            super().step()
+
+
+@rule
 class StepsAnother(torch.optim.Optimizer):
     """A wrapper: it has the groups of the optimiser that it steps."""
 

@@ -141,14 +141,15 @@ def test_a_buffer_that_counts_in_16_bits(dtype, by, wrong):
     assert bool(named(watch, "buffers", "adds to")) is wrong, str(watch)
 
 
+@pytest.mark.parametrize("rate", [0.002, 0.02])
 @pytest.mark.parametrize("overwritten", [13, None])
-def test_an_average_that_the_weights_are_written_over_once(overwritten):
+def test_an_average_that_the_weights_are_written_over_once(overwritten, rate):
     net = mlp()
     average = {name: p.detach().clone() for name, p in net.named_parameters()}
 
     def move(step):
         for name, p in net.named_parameters():
-            average[name].lerp_(p.detach(), 1.0 if step == overwritten else 0.002)
+            average[name].lerp_(p.detach(), 1.0 if step == overwritten else rate)
 
     watch = trained(net, ema=average, after=move)
     assert bool(named(watch, "ema", "wrote the weights over it")) is bool(overwritten), str(watch)

@@ -97,7 +97,7 @@ def average_jumped(one):
         "it: something wrote the weights over it", "restore the average and its counter at a resume",
         above=0.0, rank=2.2)
 def average_overtaken(one):
-    """Looks by which it had gone over half of the way to its weight, and 3 times what its decay lets it."""
+    """Looks by which it had gone over half of the way to its weight, where its decay lets it go a quarter."""
     return None if one.may_be_copied else Figure(one.averaging.overtaken, part=one.averaging.overtook)
 
 
