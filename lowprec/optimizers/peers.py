@@ -193,6 +193,8 @@ class Peer(Answers, torch.optim.Optimizer):
             return value.to(p.device, copy=True)
 
         for name, value in saved.items():
+            if torch.is_tensor(self.state[p].get(name)) and not torch.is_tensor(value):
+                continue  # of a count of steps that is a number, torch's AdamW has made a tensor
             self.state[p][name] = tree_map(copied, value)
 
 

@@ -66,10 +66,7 @@ class Protected(Peer):
             self._begin(group)
         self.low = WAYS[update].name
         self.writes = {**WRITES[update], "exp_avg": "fp32", "exp_avg_sq": "fp32"}
-        for p, state in self.state.items():  # what it made at once, as torch's Adagrad
-            for name, value in state.items():
-                if torch.is_tensor(value) and value.dtype == torch.bfloat16 == p.dtype:
-                    state[name] = value.float()
+        self._widen()  # what it made at once, as torch's Adagrad
         self.together = _trial(inner)
 
     def add_param_group(self, param_group):
@@ -173,10 +170,19 @@ class Protected(Peer):
 
     # -- state
 
-    def load_state_dict(self, state_dict):
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            group.setdefault("written", 0)  # a state of the optimiser alone
+    def take_state(self, state_dict):
+        super().take_state(state_dict)
+        if any("written" not in group for group in self.param_groups):  # a state of the optimiser alone
+            for group in self.param_groups:
+                group["written"] = 0
+            self._widen()
+
+    def _widen(self):
+        """Bring what the optimiser kept in bf16, as it does beside bf16 weights, to fp32."""
+        for p, state in self.state.items():
+            for name, value in state.items():
+                if torch.is_tensor(value) and value.dtype == torch.bfloat16 == p.dtype:
+                    state[name] = value.float()
 
 
 @torch.no_grad()

@@ -34,6 +34,16 @@ def test_joined_optimisers_pass_on_every_question_that_has_a_default():
 # ---- Peers -------------------------------------------------------------------------------------------------
 
 
+def test_a_state_of_ours_goes_on_in_torchs_to_the_bit():
+    ours, theirs = start("fp32", net()), start("fp32", net(), lr=None, optimizer=torch.optim.AdamW)
+    theirs.optimizer.param_groups[0]["weight_decay"] = 0.0
+    train(ours, 2)
+    theirs.load_state_dict(through_a_file(ours.state_dict()))
+    for run in (ours, theirs):
+        train(run, 2, seed=1)
+    assert all(map(same, ours.weights("raw").values(), theirs.weights("raw").values()))
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_peer_refuses_the_state_of_another_model(begun):
     def peer(*shapes):

@@ -97,6 +97,16 @@ def test_it_resumes_bit_for_bit(name, update):
     assert all(map(same, model.state_dict().values(), other.state_dict().values()))
 
 
+def test_a_state_of_the_optimiser_alone_goes_on_in_fp32():
+    model = small()
+    alone = optimizer_of("AdamW", model.parameters())
+    steps(model, alone, 0, 2)
+    optimizer = protect(optimizer_of("AdamW", model.parameters()))
+    optimizer.load_state_dict(through_a_file(alone.state_dict()))
+    steps(model, optimizer, 2, 4)
+    assert {t.dtype for state in optimizer.state.values() for t in state.values()} == {torch.float32}
+
+
 def test_writes_are_right_on_average_and_share_no_noise():
     params = [nn.Parameter(torch.ones(100, 200).to(BF16)) for _ in range(2)]
     optimizer = protect(torch.optim.SGD(params, lr=0.3 * 2**-8), seed=1)
