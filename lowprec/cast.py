@@ -90,6 +90,8 @@ def _named_modules(model, dtypes):
 
 # ---- What is cast ------------------------------------------------------------------------------------------
 
+CAST_SINCE = "the net was cast after Precision was made, by half() say: cast a copy, or take another recipe"
+
 
 def castable(t: torch.Tensor) -> bool:
     """Whether a tensor holds plain numbers. Those of 8 bits that nobody trains are codes, which only their
@@ -226,11 +228,8 @@ class OutOf(Border):
     dtype: torch.dtype
 
     def __call__(self, module, args, out):
-        return tree_to(self.dtype, out, _but_scalars)
-
-
-def _but_scalars(x, dtype):
-    return x.to(dtype) if x.dim() or dtype == torch.float32 else x
+        widens = self.dtype == torch.float32
+        return tree_to(self.dtype, out, lambda x, dtype: x.to(dtype) if widens or x.dim() else x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,17 +240,12 @@ class AsGiven(Border):
 
     def __call__(self, module, args, kwargs, out):
         inputs = tree_flatten((args, kwargs))[0]
-        low_shapes = set()
-        for x in inputs:
-            if torch.is_tensor(x) and x.dtype == torch.bfloat16:
-                low_shapes.add(x.shape)
+        low_shapes = {x.shape for x in inputs if torch.is_tensor(x) and x.dtype == torch.bfloat16}
         if not low_shapes:
             return out
 
         def as_given(x, dtype):
-            if x.dim() and x.shape in low_shapes:
-                return x.to(dtype)
-            return x
+            return x.to(dtype) if x.dim() and x.shape in low_shapes else x
 
         return tree_to(torch.bfloat16, out, as_given)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .cast import Cast, without_borders
+from .cast import CAST_SINCE, Cast, without_borders
 from .errors import Refused, check_choice, check_several
 from .kernels import cpu_products
 from .machine import settle_vector_math
@@ -154,6 +155,8 @@ class Precision:
         self.options = Options(**options)
         settle_vector_math()
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        if not isinstance(net, nn.Module):
+            raise Refused(f"the first argument of Precision is a model, and this is a {type(net).__name__}")
         refuse(NET_RULES, net)
         self.device = next(net.parameters()).device
         self.compiled = net is not model
@@ -316,6 +319,9 @@ class Precision:
         Raises Refused within no_sync() of DistributedDataParallel where sums are kept in fp32, and for
         weights where several processes average their gradients.
         """
+        if not (torch.is_tensor(loss) and loss.numel() == 1 and loss.requires_grad):
+            what = "one number that depends on weights (requires_grad)"
+            raise Refused(f"backward(loss) takes {what}, and this is {described(loss)}")
         if weight is not None:
             kind = MICRO_BATCHES.load()
             if self.part(kind) is None:  # each step has had one micro-batch until now
@@ -336,13 +342,15 @@ class Precision:
 
         see telemetry.StepReport; grad_norm; nonfinite_grads: entries; loss_scale and skipped_steps for fp16;
         and what the parts tell after observe(True). Raises Refused for gradients that are sparse or absent,
-        and for parameters that the optimiser was given later.
+        for parameters that the optimiser was given later, and for a net that was cast since.
         """
         parts = self.parts
         if measure:
             from .telemetry import Measures
 
             parts = [*parts, Measures(self)]
+        if not self.recipe.weight_dtypes.issuperset(map(operator.attrgetter("dtype"), self.params)):
+            raise Refused(CAST_SINCE)
         for collect in self.optimizer.collecting:
             collect()
         grads = {p: p.grad for p in self.params if p.grad is not None}
@@ -580,7 +588,7 @@ class Precision:
                 raise Refused(f"the checkpoint lacks the weight {name}: it is another net's")
         for name, t in weights.items():
             own = held.get(name)
-            if name not in held or torch.is_tensor(t) and torch.is_tensor(own) and not _fits(t, own):
+            if name not in held or torch.is_tensor(own) and not (torch.is_tensor(t) and _fits(t, own)):
                 differs = f"{name} is {described(t)} in the checkpoint, and {described(own)} in this net"
                 raise Refused(f"weight {differs}: it is another net's")
         return weights
@@ -627,5 +635,6 @@ def _refuse_bare_step(optimizer, args, kwargs):
 
 def _fits(saved, own):
     """Whether a saved tensor is one of the net's: floats of up to 32 bits stand for one another."""
+    alike = (saved.shape, saved.layout, saved.is_meta) == (own.shape, own.layout, own.is_meta)
     floats = saved.is_floating_point() and own.is_floating_point() and saved.dtype.itemsize <= 4
-    return saved.shape == own.shape and (floats or saved.dtype == own.dtype)
+    return alike and (floats or saved.dtype == own.dtype)

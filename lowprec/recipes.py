@@ -70,6 +70,7 @@ class Recipe:
         self.values.update(values)
         vars(self).update(self.values)
         self.low_weights = self.values["weights"] == "bf16"  # whether the weights are bf16
+        self.weight_dtypes = {DTYPE_OF_NAME[self.values["weights"]], torch.float32}  # of trained ones
         # how bf16 weights are written
         self.way: Way = chosen_way(self["update"], self["kahan"] == "on", self["master"])
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .cast import narrowed, parts_of_leaf, tree_to
 from .errors import Refused
@@ -79,8 +79,12 @@ class View:
         r = self.recipe
         with ExitStack() as stack:
             stack.enter_context(self.exact())
+            device = self.device.type
             if r.autocasts:
-                stack.enter_context(torch.autocast(self.device.type, dtype=r.dtype("compute")))
+                stack.enter_context(torch.autocast(device, dtype=r.dtype("compute")))
+            elif torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                # the program's own, around this call: the recipe says what is computed in
+                stack.enter_context(torch.autocast(device, enabled=False))
             for method in self.methods:
                 stack.enter_context(method.context())
             if self.moves_average:
@@ -162,7 +166,7 @@ class View:
 
     def _called(self, function, arguments, args, kwargs):
         if self.example is None and self.methods and function is self.forward:
-            self.example = tree_map(_shape, (args, kwargs))
+            self.example = tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
         args, kwargs = self.cast(arguments, args, kwargs)
         start = None if self.settled else StartOfCall(self)
         while True:
@@ -232,10 +236,6 @@ def _names(arguments, args):
     """A name, or None, for each of the args."""
     nameless = [None] * len(args)  # for a forward of *args
     return [*arguments, *nameless][: len(args)]
-
-
-def _shape(x):
-    return x.detach().to("meta") if torch.is_tensor(x) else x
 
 
 # ---- A module in the net's place ---------------------------------------------------------------------------

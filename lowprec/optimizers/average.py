@@ -14,12 +14,9 @@ from ..errors import Refused, check_choice
 from ..kernels import move_average
 from ..rounding import DTYPE_OF_NAME, WAYS_TO_ROUND, Noise, key_words, way_of
 from .buckets import StepTable, rows_of
+from .state import counts, described
 
 # ---- The average -------------------------------------------------------------------------------------------
-
-
-def no_low_part(p):
-    """The low part of weights that are what they are stored as."""
 
 
 class EMA:
@@ -56,7 +53,7 @@ class EMA:
         self.dtype, self.update_mode = DTYPE_OF_NAME[dtype], update
         self.seed, self.compiled = seed, compiled
         self.names, self.params = zip(*named_params, strict=True)
-        self.low_part = low_part or no_low_part
+        self.low_part = low_part or {}.get  # None of each
         self.step = 0
         keys = []
         for p in self.params:
@@ -134,9 +131,9 @@ class EMA:
 
     def check_state(self, state):
         """Raises Refused for the averages of another model or dtype, and for none."""
-        own = {name: (value.shape, value.dtype) for name, value in self.shadow.items()}
-        theirs = {name: (value.shape, value.dtype) for name, value in state.get("shadow", {}).items()}
-        if theirs != own:
+        own = {name: described(value) for name, value in self.shadow.items()}
+        theirs = {name: described(value) for name, value in state.get("shadow", {}).items()}
+        if theirs != own or not counts(state.get("step")):
             raise Refused("the averaged weights are absent, or belong to another model or another ema dtype")
 
     def load_state_dict(self, state):
@@ -144,4 +141,4 @@ class EMA:
         self.check_state(state)
         for name, value in state["shadow"].items():
             self.shadow[name].copy_(value)
-        self.step = state["step"]
+        self.step = int(state["step"])

@@ -1,11 +1,12 @@
 """The dynamic loss scale of fp16, by torch.amp.GradScaler: a step whose gradients overflow is left out."""
 
 import functools
+import math
 import warnings
 
 import torch
 
-from ..errors import Refused
+from ..errors import Refused, check_number
 from .part import Part
 
 SKIPPED_IN_A_ROW = 20  # steps, of which a run is told
@@ -17,6 +18,7 @@ class LossScale(Part):
     def __init__(self, run):
         self.optimizer = None
         self.skipped = 0
+        check_number("init_loss_scale", run.options.init_loss_scale)
         self.scaler = torch.amp.GradScaler(
             run.device.type,
             init_scale=run.options.init_loss_scale,
@@ -63,8 +65,8 @@ class LossScale(Part):
         return {"scaler": self.scaler.state_dict(), "skipped": self.skipped}
 
     def check_state(self, state):
-        if not state["scaler"]:
-            raise Refused("the checkpoint has no loss scale: it was trained in another recipe")
+        if not 0 < state["scaler"].get("scale", 0.0) < math.inf:
+            raise Refused("the checkpoint has no loss scale above 0: it was another recipe's, or failed")
 
     def load_state_dict(self, state):
         self.scaler.load_state_dict(state["scaler"])

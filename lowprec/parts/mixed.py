@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cast import Into
+from ..cast import CAST_SINCE, Into
 from ..errors import Refused, first_line
 from ..kernels import cpu_products
 
@@ -36,6 +36,8 @@ def explain(error: Exception, view: Any, arguments: dict) -> None:
     """Raises Refused, with the remedy, where an error of torch in a call of a View comes of mixed dtypes.
     arguments: {name: value} of the call, as the net got them.
     """
+    if not view.recipe.weight_dtypes.issuperset(p.dtype for p in view.net.parameters() if p.requires_grad):
+        raise Refused(CAST_SINCE) from error
     text = str(error)
     for words, line in OF_FULLY_SHARD.items():
         if all(word in text for word in words):

@@ -42,6 +42,8 @@ class Release:
     """
 
     def __init__(self, optimizer, gradient=None, clip=0.0, before=()):
+        if getattr(optimizer, "released", None) is not None:
+            raise Refused("this optimiser updates within backward already: remove() that Release first")
         self.optimizer, self.clip, self.before = optimizer, clip, before
         self.gradient = gradient or operator.attrgetter("grad")
         self.hold, self.watched = False, None

@@ -53,6 +53,19 @@ def test_the_module_of_a_run_is_not_cast_by_hand(cast):
     assert run.module.weight.dtype == BF16 and run.module(draw(2, 8)).dtype == torch.float32
 
 
+CASTS_OF_NETS = [("fp32", BF16), ("bf16", BF16), ("fp16", torch.float16), ("stochastic", torch.float64)]
+
+
+@pytest.mark.parametrize("name, dtype", CASTS_OF_NETS, ids=str)
+def test_an_autocast_around_it_changes_nothing_and_a_cast_by_hand_is_refused_within_a_step(name, dtype):
+    run, x = start(name, nn.Linear(8, 8)), draw(2, 8)
+    with torch.autocast("cpu", torch.float16):
+        inside = run(x)
+    assert same(inside, run(x))
+    run.model.to(dtype)
+    refused(lambda: (run.backward(run(x).mean()), run.step()), "cast after Precision was made")
+
+
 class Diffusion(nn.Module):
     """Owns a net and an fp32 schedule, draws noise in fp32, reads an attribute and a method of the net."""
 

@@ -412,10 +412,14 @@ SPOILT = {
     "another shape": of_another_kind(lambda t: torch.zeros(7)),
     "int32": of_another_kind(lambda t: t.int()),
     "float64": of_another_kind(lambda t: t.double()),
+    "no tensor": of_another_kind(lambda t: "text"),
+    "sparse": of_another_kind(lambda t: t.to_sparse()),
     "no average": lambda state: without(state, "averages", "ema"),
+    "an average without a count": lambda state: state["averages"]["ema"].update(step=None),
     "average": average_of_another_shape,
     "moments": moments_of_another_shape,
     "no loss scale": lambda state: state.update(scaler={}),
+    "a loss scale of 0": lambda state: state["scaler"].update(scale=0.0),
 }
 
 
