@@ -556,8 +556,11 @@ class Precision:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a state_dict of the same recipe, of whole tensors too where the model is spread over ranks.
-        Raises Refused or KeyError for another one's, before anything is changed.
+        Raises Refused for another one's, before anything is changed.
         """
+        lacking = {"model", "optimizer", "averages"} - state.keys()
+        if lacking:
+            raise Refused(f"this is no state of a run, as run.state_dict() gives: it has no {min(lacking)!r}")
         state = self.ranks.cut(state, self)
         weights = self._checked_weights(state)
         for name, average in self.averages.items():

@@ -414,6 +414,7 @@ SPOILT = {
     "float64": of_another_kind(lambda t: t.double()),
     "no tensor": of_another_kind(lambda t: "text"),
     "sparse": of_another_kind(lambda t: t.to_sparse()),
+    "no optimiser": lambda state: state.pop("optimizer"),
     "no average": lambda state: without(state, "averages", "ema"),
     "an average without a count": lambda state: state["averages"]["ema"].update(step=None),
     "average": average_of_another_shape,
