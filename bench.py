@@ -21,7 +21,7 @@ from harness.files import check_place, write_json
 from harness.flags import OneLineParser
 from harness.ranks import check_cuda
 from harness.run_folder import environment
-from lowprec.errors import Refused
+from lowprec.errors import Refused, end_of_reader
 from lowprec.machine import quiet_libraries
 
 COMMANDS = {file.COMMAND.name: file.COMMAND for file in files() if hasattr(file, "COMMAND")}
@@ -110,7 +110,11 @@ def main(argv=None):
     args = build_parser().parse_args(words)
     quiet_libraries()
     try:
-        return measure_and_write(args, argv)
+        status = measure_and_write(args, argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        return end_of_reader()
     except Refused as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

@@ -38,6 +38,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import bench
 import strategies
 import train
 import trainer
@@ -354,13 +355,18 @@ def test_reversed_velocity_trains_the_mirror_image():
     )
 
 
-def test_a_reader_that_ends_early_is_no_error(monkeypatch):
+@pytest.mark.parametrize(
+    "prints",
+    [lambda: command("--task", "language", "--dry_run"), lambda: bench.main(["--gpu", "--plan"])],
+    ids=["train", "bench"],
+)
+def test_a_reader_that_ends_early_is_no_error(prints, monkeypatch):
     """`train.py --dry_run | head -1`: the pipe breaks at the next line, and that is all."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert command("--task", "language", "--dry_run") == 141
+        assert prints() == 141
         print("what is left to print goes nowhere", file=pipe)
 
 
