@@ -198,7 +198,7 @@ class Precision:
 
         # the average 'ema', if any, and further ones
         how = dict(low_part=self.low_part, seed=self.options.seed)
-        make = functools.partial(self.average_kind, self.named_params, **how)
+        make: Callable[..., EMA] = functools.partial(self.average_kind, self.named_params, **how)
         self.ema, self.averages = None, {}
         if self.options.ema_decay is not None:
             held = self.recipe.ema, self.recipe.ema_update

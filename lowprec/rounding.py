@@ -236,7 +236,7 @@ class Split(Way):
 
     name, site = "remainder", "master"
     code: int | None = 3
-    loses = ()
+    loses: tuple = ()
 
     def low(self, weights):
         return torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)

@@ -193,7 +193,7 @@ class InCodes:
         return {**saved, **{name + suffix: t for suffix, t in held.tensors().items()}}
 
 
-KINDS = {name: InNumbers(name) for name in ("fp32", "bf16")}
+KINDS: dict[str, InNumbers | InCodes] = {name: InNumbers(name) for name in ("fp32", "bf16")}
 KINDS.update({name: InCodes(coder) for name, coder in FORMATS.items()})
 
 # ---- Home --------------------------------------------------------------------------------------------------

@@ -411,7 +411,8 @@ def foresee(
     for name, number in dict(lr=lr, loss=loss).items():
         if number is not None:
             check_number(name, number)
-    average, of_run = None, {}
+    average = None
+    of_run: dict[str, Any] = {}
     if isinstance(model, str | Path):
         path = Path(model)
         if (path / "ledger.json").is_file():

@@ -257,7 +257,7 @@ def test_bare_parameters_train_in_fp4():
         (dict(fp8=True, fp4_weights="1d"), "computes in fp8: drop it"),
         (dict(fp8=True, fp4_hadamard=0), "drop it"),
         (dict(fp4="nvfp4", fp8_recipe="delayed"), "drop it"),
-        (dict(fp8=True, bf16=True), "FP8 in bf16; drop --bf16"),
+        (dict(fp8=True, bf16=True), "--fp8 and --bf16 exclude each other"),
         (dict(fp8=True, fp16=True), "--fp8 and --fp16"),
         (dict(fp8_format="e4m3"), "--fp8_format e4m3"),
         (dict(pure_bf16=True, amax_history_len=8), "computes in bf16: add --fp8"),
