@@ -583,9 +583,7 @@ class Precision:
         weights = state["model"]
         for part in self.parts:
             weights = part.adapt(held, weights)
-        wanted = list(held)
-        if state.get("trainable_only"):
-            wanted = [name for name, _ in self.named_params]
+        wanted = dict(self.named_params) if state.get("trainable_only") else held
         for name in wanted:
             if name not in weights:
                 raise Refused(f"the checkpoint lacks the weight {name}: it is another net's")
@@ -609,8 +607,7 @@ class Precision:
 def _refuse_name(name, options):
     """Raise TypeError for an option that is none, as Python does; Refused for one of recipe()."""
     if name in inspect.signature(recipe).parameters:
-        given = f"{name}={options[name]!r}"
-        raise Refused(f"{name}= belongs to the recipe: Precision(model, recipe({given}))")
+        raise Refused(f"{name}= belongs to the recipe: Precision(model, recipe({name}={options[name]!r}))")
     raise TypeError(f"Precision() got an unexpected keyword argument '{name}'")
 
 
