@@ -169,7 +169,8 @@ class Precision:
         # what no optimiser takes is refused while the net is still as it came
         check_numbers({name: value for name, value in self.options.of_optimizer.items() if value is not None})
         if self.options.groups is not None:
-            build.trained_groups(self.options.groups, _trained(net))
+            trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+            build.trained_groups(self.options.groups, trained)
 
         self.ranks: Any = ONE_RANK
         # called before the weights are next written, in a step or within backward
@@ -184,7 +185,7 @@ class Precision:
         self.methods: list[Method] = [part for part in self.parts if isinstance(part, Method)]
 
         originals = self._cast(model)
-        self.named_params = _trained(net)
+        self.named_params = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
         self.params = [p for _, p in self.named_params]
         for p in self.params:
             p.grad = None  # what an earlier backward left belongs to no step of this run
@@ -609,10 +610,6 @@ def _refuse_name(name, options):
     if name in inspect.signature(recipe).parameters:
         raise Refused(f"{name}= belongs to the recipe: Precision(model, recipe({name}={options[name]!r}))")
     raise TypeError(f"Precision() got an unexpected keyword argument '{name}'")
-
-
-def _trained(net):
-    return [(name, p) for name, p in net.named_parameters() if p.requires_grad]
 
 
 def clip_factor(norm, most):

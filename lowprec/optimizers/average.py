@@ -55,11 +55,10 @@ class EMA:
         self.names, self.params = zip(*named_params, strict=True)
         self.low_part = low_part or {}.get  # None of each
         self.step = 0
-        keys = []
-        for p in self.params:
-            keys.append((p.dtype, p.device, getattr(self.low_part(p), "dtype", None)))
+        keys = [(p.dtype, p.device, getattr(self.low_part(p), "dtype", None)) for p in self.params]
         self._buckets = rows_of(self.params).buckets(self.params, keys)
         self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
+        self._views = {}  # as in shadow, but for what somebody assigned there
         for bucket in self._buckets:
             weights, low = self._inputs(bucket)
             bucket.flat = way_of(*low).held(weights, *low).detach().to(self.dtype, copy=True)
@@ -68,7 +67,7 @@ class EMA:
     def _share(self, bucket):
         views = bucket.views(bucket.flat, bucket.params)
         for i, view in zip(bucket.indices, views, strict=True):
-            self.shadow[self.names[i]] = view
+            self.shadow[self.names[i]] = self._views[self.names[i]] = view
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -113,6 +112,10 @@ class EMA:
         """Called before the average is read by another way than `shadow`."""
 
     def _move(self):
+        for name, view in self._views.items():
+            if self.shadow[name] is not view:  # an average that somebody assigned is taken
+                view.copy_(self.shadow[name])
+                self.shadow[name] = view
         table, rows = StepTable(self._buckets[0].flat.device), {}
         for bucket in self._buckets:
             for _, _, position, ahead in bucket.rows():

@@ -59,7 +59,7 @@ class Protected(Peer):
     def __init__(self, inner, update="stochastic", seed=0):
         check_choice("update", update, WAYS)
         _check_optimizer(inner)
-        self.update, self.seed = update, seed
+        self.update, self.seed = update, int(seed)
         self.trained = None  # the weights to go on with, while those to evaluate are in their place
         super().__init__(inner)
         for group in self.param_groups:

@@ -201,6 +201,14 @@ def test_a_decay_that_is_set_by_hand_is_the_full_one():
     assert ema.decay == 0.5
 
 
+def test_an_average_that_is_assigned_goes_on_from_there():
+    p = nn.Parameter(draw(3))
+    ema = EMA([("p", p)], 0.9, compiled=False)
+    ema.shadow["p"] = torch.zeros(3)
+    ema.update()
+    torch.testing.assert_close(ema.shadow["p"], 0.1 * p.detach())
+
+
 def test_a_misspelt_average_is_refused():
     named = [("p", nn.Parameter(torch.ones(4)))]
     refused(lambda: EMA(named, 0.9, "bf16", "Stochastic"), "choose from nearest, stochastic")
