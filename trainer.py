@@ -28,7 +28,7 @@ from harness.run_folder import (
     start_peak_memory,
     write_json,
 )
-from harness.schedule import is_due, lr_factor
+from harness.schedule import is_due
 from harness.validation import BEST_FILE, Validation, steps_an_epoch
 from lowprec.cast import exact_modules
 from lowprec.errors import Refused
@@ -40,6 +40,7 @@ from lowprec.parts.loss_scale import LossScale
 from lowprec.parts.ranks import WORLDS_SHOWN, of_a_rank, refuse_whole, share_buffers, spread_over_ranks
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
+from lowprec.trials.schedule import lr_factor
 from precision import check_origin, finish_of, recipe_of_run
 from tasks.task import Rng, to_device
 

@@ -348,7 +348,7 @@ HARNESS = (
     ),
     ByHand(
         "warm-up-starts-at-zero",
-        "harness/schedule.py",
+        "lowprec/trials/schedule.py",
         "lr_factor",
         "min(1.0, (step + 1) / config.warmup)",
         "min(1.0, step / config.warmup)",

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from ..watch.adapters import answering, hooked, unwrapped
 from ..watch.checkpoints import Checkpoint, read_checkpoint, weight_names_of
 from ..watch.products import Products
 from ..watch.write_errors import ulp
+from .schedule import lr_factor
 
 RATES = (1.0, 0.1, 0.01)  # of the present one, at which the share that is not written is told
 RATES_AHEAD = 20  # looked at, evenly spread over the steps that are still to come
@@ -146,9 +148,9 @@ def read_run(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
     with in_one_line(f"{folder} is damaged:"):
         flags = json.loads((folder / "config.json").read_text())["flags"]
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        step, end = checkpoint.step, flags["steps"]
+        config, step, end = types.SimpleNamespace(**flags), checkpoint.step, flags["steps"]
         losses = [row["loss"] for row in rows if row["step"] <= step and row["loss"] > 0]
-        present = rate_factor(flags, step - 1)  # of the step that was done last
+        present = lr_factor(config, step - 1)  # of the step that was done last
         schedule = "the rates still to come"
         if step >= end:  # the present rate may have fallen to nothing
             step, present, schedule = 0, 1.0, "all rates of the run, which has ended"
@@ -158,18 +160,10 @@ def read_run(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
         words = " ".join(flags_of_recipe(recipe_key(flags))) or "fp32"
         return checkpoint, {
             "title": f"{folder}: {words}, step {checkpoint.step:,} of {end:,}; ahead are {schedule}",
-            "ahead": [rate_factor(flags, one) / present for one in ahead],
+            "ahead": [lr_factor(config, one) / present for one in ahead],
             "loss": losses[-1] if losses else None,
             "ema_decay": flags["ema_decay"],
         }
-
-
-def rate_factor(flags: dict[str, Any], step: int) -> float:
-    """Which share of --lr a run of train.py has at a step."""
-    warm = min(1.0, (step + 1) / max(1, flags["warmup"]))
-    done = max(0.0, (step - flags["warmup"]) / max(1, flags["steps"] - flags["warmup"]))
-    falls = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return warm * falls[flags["lr_schedule"]]
 
 
 # ---- What is foreseen --------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.schedule import lr_factor
+from lowprec.trials.schedule import lr_factor
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
