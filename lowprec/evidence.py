@@ -149,6 +149,11 @@ def nearest_speed(hardware: str, kind: str | None, parameters: int) -> Speed | N
     return min(found, key=distance, default=None)
 
 
+def miniatures(recipe: str) -> list[tuple[float, float]]:
+    """[(tried, whole)] of a recipe: its change in percent with a tenth of the steps, and with all of them."""
+    return [(tried, whole) for own, tried, whole, _ in _read_file()["miniatures"] if own == recipe]
+
+
 def caution() -> str:
     """How far the rows reach, in two sentences."""
     return _read_file()["caution"]

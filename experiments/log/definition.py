@@ -52,6 +52,7 @@ class Arm:
     baseline: str = ""
     higher_is_better: bool = False  # its metric counts up, in an experiment whose own counts down
     cell: dict = dataclasses.field(default_factory=dict)  # {factor: level} of a factorial experiment
+    whole: str = ""  # of a miniature: the arm of the training that it stands for, as "012/nearest-lr-1e-3"
     series: str = ""  # with x: a point of the curve of this name
     x: float = 0.0
     marked: str = ""  # one of MARK_TEXTS: why git does not show that its prediction came before its results

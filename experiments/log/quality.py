@@ -9,11 +9,12 @@ columns.
 
 import json
 
+import strategies
 from benchmarks.common import RECIPES, rows_by
 from benchmarks.records import H100_COMPILED, milliseconds, rows_of_record, whole_record
-from experiments.log.analysis import HELD_OUT, loss_comparison
+from experiments.log.analysis import HELD_OUT, loss_comparison, weights_of_score
 from experiments.log.definition import ROOT
-from experiments.log.overview import PARAMETERS, beside_baseline, net_of
+from experiments.log.overview import PARAMETERS, beside_baseline, flags_of, net_of
 from lowprec.advice.machines import kind_of_cpu, kind_of_gpu
 from lowprec.evidence import (
     FP32,
@@ -60,18 +61,13 @@ def comparisons(experiments, known):
     return list(found.values())
 
 
-def _task(spec):
-    """The class of a task of a record's command."""
-    import strategies
-
-    return strategies.find_task(spec if spec in strategies.TASKS else str(ROOT / spec))
-
-
 def evidence_row(arm, flags, weights, pairs, change):
-    data = flags["data"] or _task(flags["task"]).implied["data"]
+    spec = flags["task"]
+    task = strategies.find_task(spec if spec in strategies.TASKS else str(ROOT / spec))
+    data = flags["data"] or task.implied["data"]
     return EvidenceRow(
         kind=KIND_OF_MODEL[flags["model"]],
-        task=flags["task"],
+        task=spec,
         data=data.partition(":")[0],
         regime="finetune" if flags["finetune"] else "from scratch",
         recipe=recipe_key(flags),
@@ -89,6 +85,20 @@ def evidence_row(arm, flags, weights, pairs, change):
     )
 
 
+def miniatures(experiments, known):
+    """[(recipe, tried, whole, arm)] of each arm in a tenth of the steps: changes of the loss in percent."""
+    by_number, found = {e.number: e for e in experiments}, []
+    for arm in (arm for e in experiments for arm in e.arms if arm.whole):
+        number, _, name = arm.whole.partition("/")
+        whole = by_number[number].arm(name)
+        flags = flags_of(arm)
+        if flags["steps"] * 10 == flags_of(whole)["steps"]:
+            both = (loss_comparison(one, known, weights_of_score(arm))[2] for one in (arm, whole))
+            tried, of_whole = (round(change.mean, 5) for change in both)
+            found.append((recipe_key(flags), tried, of_whole, f"{arm.experiment.number}/{arm.name}"))
+    return found
+
+
 # ---- Speeds ------------------------------------------------------------------------------------------------
 
 TIMED_RECORDS = (  # (record of experiments/bench, the recipe that has speed 1, that in words, how all ran)
@@ -102,18 +112,13 @@ def measured_speeds():
     """[Speed], one a net of a record."""
     found = []
     for record, reference, against, how in TIMED_RECORDS:
-        hardware = hardware_of(record)
+        machine = whole_record(record)["machine"]
+        hardware = kind_of_gpu(machine["gpu"]) if machine["gpu"] else kind_of_cpu(machine["bf16"])
         for net, rows in rows_by(rows_of_record(record), "net").items():
             kind, parameters = KIND_OF_MODEL[net.partition(":")[0]], rows[0]["parameters"]
             ratios = ratios_of(milliseconds(record, net), reference)
             found.append(Speed(hardware, kind, parameters, net, record, against, how, ratios))
     return found
-
-
-def hardware_of(record):
-    """What advice.machines.Machine calls the machine of a record."""
-    machine = whole_record(record)["machine"]
-    return kind_of_gpu(machine["gpu"]) if machine["gpu"] else kind_of_cpu(machine["bf16"])
 
 
 def ratios_of(times, reference):
@@ -182,6 +187,7 @@ def evidence_text(experiments, known):
         f'{{"made_by": "python experiments/report.py",\n"caution": {json.dumps(CAUTION)}',
         f'"speeds": [\n{json_lines(measured_speeds())}\n]',
         f'"others": [\n{json_lines(FOUND_BY_OTHERS)}\n]',
+        f'"miniatures": [\n{json_lines(miniatures(experiments, known))}\n]',
         f'"columns": {json.dumps(EvidenceRow._fields)}',
         f'"rows": [\n{json_lines(rows)}\n]}}\n',
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..advice.command import AdviceParser, whole_number
 from ..advice.plot import check_picture
 from ..advice.subjects import run_file
-from .answer import Answer
+from .book import Book
 from .training import usual_schedule
 from .trial import USUAL_RECIPES, trial
 
@@ -61,7 +61,7 @@ def build_trial_parser(prog: str, description: str = HELP) -> argparse.ArgumentP
     return parser
 
 
-def shown(answer: Answer, out: str, as_json: bool) -> int:
+def shown(answer: Book, out: str, as_json: bool) -> int:
     """Print an answer and draw it beside its file; the exit status."""
     picture = Path(out).with_suffix(".png")
     answer.draw(picture)

@@ -74,9 +74,7 @@ def moved_by(name, weight, m, v, steps, group, lr) -> Moved:
     betas = group.get("betas")
     # torch.distributed.checkpoint keeps no numbers
     beta1, beta2 = betas if isinstance(betas, list | tuple) else (0.9, 0.999)
-    rate = group.get("lr") if lr is None else lr
-    if not rate:  # a schedule that is at its end
-        rate = group.get("initial_lr")
+    rate = lr or group.get("lr") or group.get("initial_lr")  # lr is 0 where a schedule has ended
     if not rate:
         raise Refused("no learning rate is known above 0: give lr")
     weight, m, v = (t.detach().float().flatten() for t in (weight, m, v))
@@ -242,7 +240,9 @@ def coded(moment: torch.Tensor, name: str, signed: bool) -> torch.Tensor:
 
 
 class Forecast:
-    """What is foreseen of a net: `tensors`, Figures each; str() for a person, json() for a program.
+    """What is foreseen of a net: `tensors`, Figures each; `ceiling`, what stochastic writes add at most to
+    the loss of the last weights; `noise`, theirs beside the step, both as root mean squares. str() is for a
+    person, json() for a program.
 
     rate: the present one. ahead: shares of it at the steps that are still to come, or (). loss: of the net,
     or None where it is not known; the ceiling is told as a share of it. left_out: how many tensors are not
@@ -265,6 +265,8 @@ class Forecast:
         rates = dict.fromkeys((*RATES, *self.ahead))
         with torch.no_grad():
             self.tensors = [figures_of(one, rates) for one in moved]
+        self.ceiling = sum(one.ceiling for one in self.tensors)
+        self.noise = self._beside_step(sum(one.noise for one in self.tensors))
 
     def unwritten(self, rates: Sequence[float] = (1.0,), tensors: list[Figures] | None = None) -> float:
         """Which share of the wanted movement nearest would not write, at these shares of the present rate."""
@@ -272,25 +274,12 @@ class Forecast:
         wanted = sum(rate * one.wanted for one in chosen for rate in rates)
         return sum(one.unwritten[rate] for one in chosen for rate in rates) / wanted if wanted else 0.0
 
-    @property
-    def ceiling(self) -> float:
-        """What stochastic writes add to the loss of the last weights at most."""
-        return self._sum("ceiling")
-
-    @property
-    def noise(self) -> float:
-        """A stochastic write's noise beside the step, both as root mean squares."""
-        return self._beside_step(self._sum("noise"))
-
     def of_codes(self, name: str) -> float:
         """How far moments in these codes move a step, beside the step, both as root mean squares."""
         return self._beside_step(sum(one.codes[name] for one in self.tensors))
 
-    def _sum(self, name):
-        return sum(getattr(one, name) for one in self.tensors)
-
     def _beside_step(self, squares):
-        steps = self._sum("squares")
+        steps = sum(one.squares for one in self.tensors)
         return math.sqrt(squares / steps) if steps else 0.0
 
     # -- in words

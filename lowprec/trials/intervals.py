@@ -12,6 +12,7 @@ from ..machine import quiet_import
 # all of them together: twice experiments/log/stats.py's even_level(LOOKS, 0.025)
 LOOKS = (3, 4, 6, 8, 12, 16, 24)
 LEVEL_OF_A_LOOK = 0.0121
+LEVEL_OF_WHOLE = 0.2  # of the interval of a whole training: four of five are to lie within
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,23 @@ def mean_at_level(differences, level: float = 0.05) -> Mean:
     half = float(student().isf(level / 2, n - 1)) * error
     p = 2 * tail_of_t(abs(mean), error, n)
     return Mean(mean, mean - half, mean + half, min(1.0, p * 0.05 / level), n)
+
+
+def of_whole_training(changes, recorded) -> tuple[float, float]:
+    """The ends, in percent, between which the change of a whole training is foreseen, at LEVEL_OF_WHOLE.
+
+    changes: of the pairs that were tried, two or more, in percent. recorded: (tried, whole) of two settings
+    or more. It is Student's prediction interval of the gap of one more setting, on the scale of asinh: there
+    a change below 1 % is as it is, and one above its logarithm. The interval of what was tried is added, the
+    distances from the middle in squares. experiments/078-miniatures has what it held.
+    """
+    gaps = mean_at_level([math.asinh(whole) - math.asinh(tried) for tried, whole in recorded], LEVEL_OF_WHOLE)
+    half = gaps.half * math.sqrt(gaps.pairs + 1)  # of one more setting, not of their mean
+    own = mean_at_level(changes, LEVEL_OF_WHOLE)
+    middle, low, high = map(math.asinh, (own.mean, own.low, own.high))
+    foreseen = middle + gaps.mean
+    ends = foreseen - math.hypot(middle - low, half), foreseen + math.hypot(high - middle, half)
+    return math.sinh(ends[0]), math.sinh(ends[1])
 
 
 def pairs_needed(mean: Mean, half: float) -> int:

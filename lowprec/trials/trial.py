@@ -26,7 +26,6 @@ from ..advice.text import gib
 from ..errors import Refused, check_number, check_several
 from ..recipes import recipe
 from ..watch.checkpoints import read_checkpoint
-from .answer import Answer
 from .book import AUTOCAST, CHAOS, REFERENCE, Book
 from .intervals import student
 from .rounds import Rounds
@@ -115,7 +114,7 @@ def trial(
     version: str = "",
     quiet: bool = False,
     **options: Any,
-) -> Answer:
+) -> Book:
     """What each recipe costs on a net: its change of the held-out loss against fp32's, tried in little. Seeds
     the global generators of torch, Python and numpy.
 
@@ -184,7 +183,7 @@ def run_trial(
     file: str | Path | None,
     quiet: bool,
     plan: dict[str, Any],
-) -> Answer:
+) -> Book:
     """`trial` of what make(arm, seed) trains, see training.Training. plan: what else tells it from others."""
     check_number("steps", steps, 1)
     check_number("within", within)
@@ -198,7 +197,7 @@ def run_trial(
     rounds = Rounds(make, arms, book, steps, seconds, seed)
     book.write()  # what can't be written is refused now
     rounds.run(quiet)
-    return Answer(book)
+    return book
 
 
 def seconds_of(text: str | float) -> float:
