@@ -20,7 +20,7 @@ REFERENCE, AUTOCAST = "fp32", "bf16"  # as evidence.recipe_key writes them
 CHAOS = "a last bit moved"  # the arm that is the reference but for a last bit of one weight
 SURE_OF_WHOLE = f"{100 * (1 - LEVEL_OF_WHOLE):.0f} %"
 HEADER = ["recipe", "bytes a parameter", "seconds a step", "change [interval], %", "of it writes, %", "pairs"]
-HEADER += ["foreseen", f"whole run, {SURE_OF_WHOLE}, %", "verdict"]
+HEADER += ["foreseen", f"whole run ({SURE_OF_WHOLE}), %", "verdict"]
 
 
 class Row(NamedTuple):
@@ -196,8 +196,8 @@ class Book:
             "interval, widened for several looks.",
             "of it writes: what it costs beyond bf16, which is autocast: the same products, of fp32 weights.",
             f"{CHAOS}: of one weight of the reference. What changes there, chaos changes.",
-            f"whole run, {SURE_OF_WHOLE}: within which the change of a training of ten times the steps is "
-            "foreseen, at that level; from eight small settings (experiments/078-miniatures).",
+            "whole run: between which bounds the change of a training of ten times the steps is foreseen, "
+            f"at {SURE_OF_WHOLE}, from eight small settings (experiments/078-miniatures).",
         ]
         for recipe, why in self.left_out.items():
             lines.append(f"left out: {recipe}: {why}")

@@ -72,9 +72,12 @@ def test_a_trial_tells_recipes_apart_and_goes_on_after_a_kill(tmp_path, monkeypa
     rows = {row["recipe"]: row for row in json.loads(open("trial-mine.json").read())["rows"]}
     assert abs(rows["a last bit moved"]["change"]) < 0.1 * abs(rows["bf16"]["change"])
     assert rows["bf16"]["low"] < 0 < rows["bf16"]["high"]
-    assert rows["pure_bf16"]["low"] > 1 and "worse, by" in rows["pure_bf16"]["verdict"]
+    nearest = rows["pure_bf16"]
+    assert nearest["low"] > 1 and "worse, by" in nearest["verdict"]
+    assert nearest["whole_low"] < nearest["change"] < nearest["whole_high"] and not rows["bf16"]["whole_low"]
     assert (tmp_path / "whole" / "trial-mine.png").stat().st_size > 1000
-    assert "not written" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not written" in said and f"{nearest['whole_low']:+.2g} to {nearest['whole_high']:+.2g}" in said
 
     # killed in its third training; the two before are kept
     monkeypatch.setenv("CALLS", "160")
@@ -141,6 +144,17 @@ def test_intervals_hold_the_truth_although_pairs_are_added_until_they_are_narrow
     few = intervals.mean_at_level(draws[0, :4], intervals.LEVEL_OF_A_LOOK)
     n = 4
     assert few.half == pytest.approx(stats.t.isf(0.00605, n - 1) * draws[0, :n].std(ddof=1) / n**0.5)
+
+
+def test_a_whole_training_is_foreseen_as_one_more_setting_is():
+    recorded = [(0.5, 1.0), (2.0, 30.0), (-0.1, 0.3), (1.0, 9.0)]
+    gaps = [np.arcsinh(whole) - np.arcsinh(tried) for tried, whole in recorded]
+    half = stats.t.isf(0.1, 3) * np.std(gaps, ddof=1) * (1 + 1 / 4) ** 0.5
+    low, high = intervals.of_whole_training([0.7, 0.7], recorded)
+    middle = np.arcsinh(0.7) + np.mean(gaps)
+    assert np.arcsinh([low, high]) == pytest.approx([middle - half, middle + half])
+    wider = intervals.of_whole_training([0.6, 0.8], recorded)
+    assert wider[0] < low and high < wider[1]
 
 
 # ---- A forecast --------------------------------------------------------------------------------------------
