@@ -92,18 +92,9 @@ def print_head(task, table, device, ledger, folder):
 
 def precision_flags(table, config):
     """The flags of precision that a run's command says, in one line: '--pure_bf16 --stochastic'."""
-    words = []
-    for row in table.rows:
-        value = getattr(config, row.name)
-        if row.group != "precision" or value == row.default:
-            continue
-        if value is True:
-            words.append(f"--{row.name}")
-        elif isinstance(value, list):
-            words += [f"--{row.name} {item}" for item in value]
-        else:
-            words.append(f"--{row.name} {value}")
-    return " ".join(words)
+    of_precision = [row for row in table.rows if row.group == "precision"]
+    unlike = [row.name for row in of_precision if getattr(config, row.name) != row.default]
+    return evidence.typed({name: getattr(config, name) for name in unlike})
 
 
 def known_cost(config, parameters):
