@@ -25,7 +25,7 @@ import math
 import torch
 
 from benchmarks.common import Command, Flag, rows_by
-from harness.printing import layout
+from lowprec.advice.text import layout
 
 PATH_STEPS, PATH_ENTRIES, WEIGHT_SPREAD = 5000, 20_000, 0.02
 DECAYS = (0.99, 0.999, 0.9999)

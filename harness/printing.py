@@ -3,19 +3,10 @@
 from harness.shards import file_that_is_there
 from harness.validation import BEST_FILE
 from lowprec import evidence
+from lowprec.advice.text import layout
 from lowprec.recipes import recipe
 
 # ---- Tables ------------------------------------------------------------------------------------------------
-
-
-def layout(rows, further=str.rjust):
-    """Lines of a left-aligned first column and right-aligned further ones. rows: lists of as many texts."""
-    first_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [further(cell, width) for cell, width in zip(rest, widths, strict=True)]
-        lines.append("  ".join([first.ljust(first_width), *cells]).rstrip())
-    return "\n".join(lines)
 
 
 def markdown_table(rows, rule="---", space=" "):

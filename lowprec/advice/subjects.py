@@ -211,18 +211,12 @@ def _check_counts(tree, name=""):
         raise ValueError(f"{name} is {tree:,}: at most {MOST_PARTS:,} can be built")
 
 
-def _net_class(library, name):
-    """The class of this name. Raises Refused."""
-    kind = getattr(library, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise Refused(f"--config: {library.__name__} has no net {name}")
-    return kind
-
-
 def _of_diffusers(config):
     diffusers = quiet_import("diffusers", "--config")
     name = config["_class_name"]
-    kind = _net_class(diffusers, name)
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise Refused(f"--config: diffusers has no net {name}")
     with torch.device("meta"):
         net = kind.from_config(config)
     c = net.config
@@ -245,11 +239,9 @@ def _of_transformers(config, seq):
     transformers = quiet_import("transformers", "--config")
     settings = transformers.AutoConfig.for_model(**config)
     named = next(iter(config.get("architectures") or ()), None)
+    kind = getattr(transformers, named) if named else None
     with torch.device("meta"):
-        if named:
-            net = _net_class(transformers, named)(settings)
-        else:
-            net = _largest_of(transformers, settings)
+        net = kind(settings) if kind else _largest_of(transformers, settings)
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     if isinstance(stored, torch.dtype):  # what a frozen base is held in
         for p in net.parameters():
