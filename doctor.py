@@ -25,7 +25,10 @@ from lowprec.parts.loss_scale import LossScale
 from lowprec.parts.micro_batches import MicroBatches
 from lowprec.rounding import Stream, stream
 from lowprec.telemetry import sample_entries
+from lowprec.watch.average_watch import AverageWrites
+from lowprec.watch.averages import Average
 from lowprec.watch.faults.runs import of_finite_run, of_records
+from lowprec.watch.net_state import floating_buffers
 from lowprec.watch.verdicts import Diagnosis, Finding
 from lowprec.watch.writes import Writes
 from strategies import settle
@@ -33,7 +36,6 @@ from tasks.task import Rng, to_device
 from trainer import Trainer
 
 FURTHER_STEPS = 8  # further steps in memory
-DIAGNOSED_IMAGES = 16
 # parameters x pixels x images of one step; about a second on a CPU core. Beyond it the batch is cut
 MOST_WORK_A_STEP = 5e9
 # how far from its place, at most, a bf16 running mean stands still: an update of a tenth of the difference,
@@ -73,12 +75,6 @@ def relative_tree(a, b):
     return relative(torch.cat([x.flatten() for x, _ in pairs]), torch.cat([y.flatten() for _, y in pairs]))
 
 
-def rounded_to_bf16(b, made):
-    """Whether all values of buffer b fit into bf16, and are not those that it was made with."""
-    same = torch.equal(b.float(), made.to(b.device).float())
-    return not same and torch.equal(b.bfloat16().float(), b.float())
-
-
 def count_not_finite(tree):
     """{innermost name: entries that are not finite} of tensors of more than one number, in a nest of dicts
     and lists.
@@ -100,7 +96,7 @@ class Examination:
     `images`, and call `task`, `net`, `rng`, `relative` and `judge`.
     """
 
-    images = DIAGNOSED_IMAGES
+    images = 16  # that are looked at
     relative = staticmethod(relative)
 
     def __init__(self, config, checkpoint, folder):
@@ -108,6 +104,7 @@ class Examination:
         self.found = []  # findings
         self.sound = {}  # {site: its figure}, where that is no finding
         self.reports = []  # of the steps of `writes`
+        self.averages = {}  # {name: AverageWrites in those steps}
         self.metrics = read_lines(folder / "metrics.jsonl")
         self.trainer = trainer = Trainer(settle(config), draws=True, folder=folder)
         self.config = trainer.config
@@ -116,7 +113,11 @@ class Examination:
         self.precision = trainer.precision
         self.recipe = trainer.recipe
         self.train = trainer.task.train_set(trainer)
-        self.start = self._start()
+        self.start = None  # samples of the initial weights; None where the run started from another's
+        if not trainer.task.starts_elsewhere:
+            weights = self.precision.weights("raw")
+            names = [name for name, _ in self.precision.named_params]
+            self.start = {name: sample_entries(weights[name]).clone() for name in names}
         trainer.load_state_dict(checkpoint)
         args, _ = self.precision.view_of_model.example
         parameters = sum(p.numel() for p in self.precision.params)
@@ -124,13 +125,6 @@ class Examination:
         self.work = MOST_WORK_A_STEP * (100 if self.device.type == "cuda" else 1)
         for part in (self.precision.optimizer, *self.precision.averages.values()):
             part.compiled = False
-
-    def _start(self):
-        """{name: sample of the initial weight}; None where the run started from another one's weights."""
-        if self.trainer.task.starts_elsewhere:
-            return None
-        weights = self.precision.weights("raw")
-        return {name: sample_entries(weights[name]).clone() for name, _ in self.precision.named_params}
 
     def diagnosis(self):
         """Diagnosis of everything that can be examined."""
@@ -205,7 +199,7 @@ class Examination:
 
     def loss(self, net):
         """The task's loss of a net on one batch of the training data."""
-        batch = self.some(DIAGNOSED_IMAGES)
+        batch = self.some(self.images)
         return self.task().loss(net, batch, self.rng(3), self.trainer.step)
 
     @property
@@ -243,18 +237,19 @@ class Examination:
         which hold bf16 values, words of these); (0.0, {}) without such buffers, (None, {}) without any.
         """
         fresh = dict(self.trainer.new_net().named_buffers())
-        held = {}
-        for name, b in self.precision.model.named_buffers():
-            if name in fresh and b.is_floating_point() and b.numel():
-                held[name] = b
-        narrow = [name for name, b in held.items() if rounded_to_bf16(b, fresh[name])]
+        held, narrow = 0, []
+        for name, b in floating_buffers(self.precision.model):
+            if name in fresh:
+                held += 1
+                b, made = b.float(), fresh[name].to(self.device).float()
+                if torch.equal(b.bfloat16().float(), b) and not torch.equal(b, made):
+                    narrow.append((name, b, made))
         if not narrow:
             return (0.0 if held else None), {}
         exact, args, kwargs, full = self.exact
         own = dict(exact.net.named_buffers())
         changes = "changes"
-        for name in narrow:
-            b, made = held[name].float(), fresh[name].to(self.device).float()
+        for name, b, made in narrow:
             if torch.equal(made.bfloat16(), b.bfloat16()):  # it never changes, like the frequencies of RoPE
                 own[name].copy_(made)
             else:  # what it would be in fp32 is not known, but how far off it can be
@@ -262,7 +257,7 @@ class Examination:
                 own[name].copy_(b * (1 + STANDSTILL_DISTANCE * off))
                 changes = "may change"
         change = relative_tree(exact(*args, **kwargs), full)
-        return change, dict(count=len(narrow), all=len(held), name=narrow[0], changes=changes)
+        return change, dict(count=len(narrow), all=held, name=narrow[0][0], changes=changes)
 
     def batches(self, size, micro):
         """The run's next micro-batches of `size` examples, `micro` a step."""
@@ -314,8 +309,8 @@ class Examination:
 
     @functools.cached_property
     def writes(self):
-        """Writes of the run's own next steps, in memory, against what fp32 wanted; the report of each step is
-        added to `reports`.
+        """Writes of the run's own next steps, in memory, against what fp32 wanted. The report of each step is
+        added to `reports`, and what each average took over is `averages`.
         """
         trainer, precision, c = self.trainer, self.precision, self.config
         images = c.batch_size * c.accumulate
@@ -325,13 +320,19 @@ class Examination:
         whole = images == c.batch_size * c.accumulate
         precision.options.accumulate = c.accumulate
         trainer.batches = self.batches(c.batch_size, c.accumulate)
-        writes = Writes(precision.optimizer, precision.named_params, precision.averages)
-        hook = precision.optimizer.register_step_pre_hook(writes.before)
+        stepped = precision.optimizer, precision.named_params
+        for name, ema in precision.averages.items():
+            self.averages[name] = AverageWrites(Average.of(ema, precision.model), *stepped)
+        writes = Writes(*stepped)
+        looks = writes, *self.averages.values()
+        hooks = [precision.optimizer.register_step_pre_hook(look.before) for look in looks]
         measured = bool(precision.methods)  # `reports` alone ask for it; Writes looks for itself
         for _ in range(FURTHER_STEPS // c.accumulate if whole else 2):
             self.reports.append(trainer.train_step(measure=measured)[1])
-            writes.after()
-        hook.remove()
+            for look in looks:
+                look.after()
+        for hook in hooks:
+            hook.remove()
         return writes
 
     @functools.cached_property
@@ -343,7 +344,7 @@ class Examination:
         optimizer = precision.optimizer
         if not self.config.weight_decay or not all(optimizer.still(p) for p in precision.params):
             return None
-        writes = Writes(optimizer, precision.named_params, {})
+        writes = Writes(optimizer, precision.named_params)
         grads = {p: torch.zeros_like(p) for p in precision.params}
         for _ in range(FURTHER_STEPS):
             writes.before(optimizer, (), {"grads": grads})

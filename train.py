@@ -38,9 +38,9 @@ from harness import batch_size, code
 from harness.advice import advice_lines, late_average
 from harness.checkpoints import read as read_checkpoint
 from harness.ending import ended_by, line_and_status
-from harness.flags import OneLineParser, read_yaml
+from harness.flags import OneLineParser, check_none, read_yaml
 from harness.printing import late_scores, print_head, print_ledger, print_scores, print_summary, start_here
-from harness.ranks import Ranks, leave, speaks_first, write_error_file
+from harness.ranks import check_alone, leave, main_alone_prints, speaks_first, write_error_file
 from lowprec.advice import check
 from lowprec.errors import Forgiving, Refused, end_of_reader
 from lowprec.machine import quiet_libraries
@@ -146,24 +146,23 @@ def train(given, command, dry=False, whole_ledger=False):
     if run.config.batch_size == "auto":
         run = run.replaced(batch_size=batch_size.chosen_batch_size(Trainer, run, dry))
     trainer = Trainer(run, command, dry=dry)
-    if trainer.ranks.main:
-        of_a_rank = [trainer.line_of_a_rank()] if dry and trainer.config.fsdp else []
-        ledger = trainer.precision.ledger()
-        print_head(trainer.task, trainer.table, trainer.device, ledger, trainer.folder)
-        print_ledger(ledger, trainer.kind.sites, whole=dry or whole_ledger)
-        for line in of_a_rank:
-            print(line)
-        every, params = trainer.validation.every, trainer.precision.params
-        advice = advice_lines(trainer.config, trainer.recipe, trainer.device, every, params)
-        for line in [*trainer.notes, *trainer.task.notes(), *advice]:
-            print(f"warning: {line}")
-        print(flush=True)
+    of_a_rank = [trainer.line_of_a_rank()] if dry and trainer.config.fsdp else []
+    ledger = trainer.precision.ledger()
+    print_head(trainer.task, trainer.table, trainer.device, ledger, trainer.folder)
+    print_ledger(ledger, trainer.kind.sites, whole=dry or whole_ledger)
+    for line in of_a_rank:
+        print(line)
+    every, params = trainer.validation.every, trainer.precision.params
+    advice = advice_lines(trainer.config, trainer.recipe, trainer.device, every, params)
+    for line in [*trainer.notes, *trainer.task.notes(), *advice]:
+        print(f"warning: {line}")
+    print(flush=True)
     if dry:
         print("what each flag is, but for those that are off:")
         print(settled_flags(trainer.config))
         return 0
     summary = trainer.fit()
-    if trainer.ranks.main:
+    if summary:
         print_scores(trainer.task, summary["scores"], summary["reference"])
         if late_average(trainer.config) and trainer.config.weights == "ema":
             print(late_scores(late_average(trainer.config)))
@@ -293,7 +292,7 @@ def run_command(argv):
         return print_advice([word for word in argv if word != "--advise"])
     table = strategies.flag_table(task_flag_of(argv))
     if "--trial" in argv:
-        Ranks().check_alone("trial")
+        check_alone("trial")
         return print_trial([word for word in argv if word != "--trial"], table)
     parser = build_parser(table)
     given = vars(parser.parse_args(argv))
@@ -303,11 +302,8 @@ def run_command(argv):
         print(strategies.listing())
         return 0
     if "check" in verbs:
-        others = list(given)
-        if "config" in verbs:
-            others.append("config")
-        if others:
-            raise Refused(f"--check looks at the machine alone: drop --{others[0]}; --dry_run reads it")
+        others = [*given, *({"config"} & verbs.keys())]
+        check_none(others, "--check, which looks at the machine alone", "drop it; --dry_run reads it")
         print(check.report(start_here))
         print(f"\n{for_a_billion()}")
         return 0
@@ -316,7 +312,7 @@ def run_command(argv):
     command = ["train.py", *argv]
     for verb in ("sample", "diagnose"):
         if verb in verbs:
-            Ranks().check_alone(verb)
+            check_alone(verb)
     if "diagnose" in verbs:
         return print_diagnosis(verbs["diagnose"], given, table)
     if "sample" in verbs:
@@ -336,7 +332,7 @@ def main(argv=None):
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what a terminal can't show is no error
             stream.reconfigure(errors="backslashreplace")
-    with ended_by(signal.SIGTERM, signal.SIGHUP, signal.SIGINT) as signals:
+    with ended_by(signal.SIGTERM, signal.SIGHUP, signal.SIGINT) as signals, main_alone_prints():
         return exit_status_of(argv, signals)
 
 

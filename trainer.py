@@ -20,7 +20,7 @@ from harness.checkpoints import check_optimizer, fitting
 from harness.ending import Stopped, StopRequest, check_loss, check_weights, what_is_kept
 from harness.flags import LARGEST_WHOLE
 from harness.progress import Profile, Progress, TrainingClock
-from harness.ranks import Ranks, lost_process
+from harness.ranks import lost_process, ranks_here
 from harness.run_folder import (
     CHECKPOINT,
     folder_of,
@@ -28,16 +28,14 @@ from harness.run_folder import (
     start_peak_memory,
     write_json,
 )
-from harness.schedule import is_due
-from harness.validation import BEST_FILE, Validation, steps_an_epoch
-from lowprec.cast import exact_modules
+from harness.validation import BEST_FILE, Validation, is_due, steps_an_epoch
 from lowprec.errors import Refused
 from lowprec.optimizers import adafactor
 from lowprec.optimizers.build import classes_of
 from lowprec.parts import finish as exact_end
 from lowprec.parts.activations import Meter, recompute, recomputed_blocks
 from lowprec.parts.loss_scale import LossScale
-from lowprec.parts.ranks import WORLDS_SHOWN, of_a_rank, refuse_whole, share_buffers, spread_over_ranks
+from lowprec.parts.ranks import of_a_rank, refuse_whole
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
 from lowprec.trials.schedule import lr_factor
@@ -60,9 +58,9 @@ class Trainer:
         self.kind, self.table, self.config = run.kind, run.table, run.config
         self.command, self.dry, self.draws = list(command), dry, draws
         c = self.config
-        self.ranks = ranks or Ranks()
+        # drawing and printing need no other rank
+        self.ranks = ranks or ranks_here(spread=c.fsdp and not draws and not dry)
         self.device = self.ranks.device(c.device)
-        self.ranks.spread = c.fsdp and not draws and not dry  # drawing and printing need no other rank
         if c.threads:
             torch.set_num_threads(c.threads)
         self.recipe = run.recipe.on(self.device)
@@ -125,10 +123,7 @@ class Trainer:
             initial.load_average(net, start, c.finetune or start["config"].get("name"))
         if c.perturb:
             initial.perturb(net, c.perturb)
-        if self.ranks.spread:
-            net = self._spread(net)
-        else:
-            net = net.to(lives)
+        net = self.ranks.place(net, self.recipe, lives, self.table.shared(c))
         optimizer = c.optimizer
         of_optimizer = dict(
             lr=c.lr,
@@ -170,29 +165,12 @@ class Trainer:
         self.ranks.check(run)
         return run
 
-    def _spread(self, net):
-        """`net` over all ranks, each of which has built all of it."""
-        self._meet()
-        apart = []
-        if self.recipe.low_weights:
-            islands, whole = exact_modules(net, self.recipe)
-            apart = [*islands, *whole]
-        net = spread_over_ranks(net, self.recipe, self.device, recomputed_blocks(net), apart)
-        share_buffers(net)
-        return net
-
     def line_of_a_rank(self):
         """What a rank of --fsdp is to hold, a line: of as many as were started, or of several numbers of them
         where this is one.
         """
         refuse_whole(self.precision.optimizer, self.precision.optimizer_name)
-        worlds = WORLDS_SHOWN
-        if self.ranks.world > 1:
-            worlds = [self.ranks.world]
-        return of_a_rank(self.precision, recomputed_blocks(self.precision.model), worlds)
-
-    def _meet(self):
-        self.ranks.meet(self.device, self.table.shared(self.config))
+        return of_a_rank(self.precision, recomputed_blocks(self.precision.model), self.ranks.worlds_shown)
 
     # -- the loop
 
@@ -260,7 +238,7 @@ class Trainer:
 
         Goes on from the run's checkpoint if there is one.
         """
-        self._meet()
+        self.ranks.meet(self.device, self.table.shared(self.config))
         try:
             return self._fit()
         except (RuntimeError, ConnectionResetError, EOFError) as error:
@@ -277,8 +255,7 @@ class Trainer:
         summary = self._open_folder()
         self.was_finished = bool(summary)
         if summary:
-            if self.config.export:
-                self.export(self.config.export)
+            self.export()
             return summary
         self.ready()
         self.folder.log_to(self.step)
@@ -361,8 +338,7 @@ class Trainer:
         check_loss(loss, report, self.step, self.folder)
 
     def _preview(self):
-        model = self._drawing(self._sources()[0])
-        if model is not None:
+        for _, model in self._drawing(self._sources()[:1]):
             pictures = self.task.preview(model, self._fixed_rng())
             self.folder.show(pictures, f"step{self.step:06d}", self.step)
 
@@ -389,11 +365,14 @@ class Trainer:
             self._write(BEST_FILE)
         return {f"heldout_{name}": value for name, value in scores.items()}
 
-    def _drawing(self, source):
-        """The net that draws, on the main rank; None on the others, which give it their rows where a net is
-        spread.
+    def _drawing(self, sources):
+        """(source of weights, the net that draws with them) of each, on the main rank; nothing on the others,
+        which give it their rows where a net is spread.
         """
-        return self.precision.generator(source) if self.ranks.gathers else None
+        for source in sources:
+            model = self.ranks.gathered(self.precision.generator, source)
+            if model is not None:
+                yield source, model
 
     # -- its state
 
@@ -480,8 +459,7 @@ class Trainer:
         c, precision = self.config, self.precision
         if not self.ranks.main:
             self.score()
-            if c.export:
-                self.export(c.export)
+            self.export()
             return None
         started = time.perf_counter()
         print("scoring ...", file=sys.stderr, flush=True)
@@ -505,8 +483,7 @@ class Trainer:
         summary[f"{kind}_per_second"] = images_per_second * number
         if self.validation.every:
             summary["validation"] = self.validation.json()
-        if c.export:
-            self.export(c.export)
+        self.export()
         self.folder.close()
         write_json(self.folder / "summary.json", summary)
         figures = {}
@@ -536,8 +513,10 @@ class Trainer:
 
     def held_out_scores(self, source):
         """{name: number} of `Task.validate` with these weights, {} on ranks that don't draw."""
-        model = self._drawing(source)
-        return self.task.validate(model, self._fixed_rng()) if model is not None else {}
+        scores = {}
+        for _, model in self._drawing([source]):
+            scores = self.task.validate(model, self._fixed_rng())
+        return scores
 
     def _fixed_rng(self):
         return Rng(stream(self.config.seed, Stream.FIXED), device=self.device)
@@ -557,10 +536,7 @@ class Trainer:
         """{source of weights: scores}; pictures go to samples/."""
         scores = {}
         sources = self._sources()
-        for source in sources:
-            model = self._drawing(source)
-            if model is None:
-                continue
+        for source, model in self._drawing(sources):
             scores[source], pictures = self.task.evaluate(model, self._fixed_rng())
             name = "final"
             if len(sources) > 1 or prefix:
@@ -575,8 +551,7 @@ class Trainer:
         theirs = recipe_of_run(self.table.obeyed(checkpoint["config"]), self.table, self.kind.sites)
         check_origin(self.recipe, theirs, draws=True)
         self.load_state_dict(checkpoint)
-        if self.config.export:
-            self.export(self.config.export)
+        self.export()
         started = time.perf_counter()
         facts = {
             "command": shlex.join(self.command),
@@ -589,9 +564,11 @@ class Trainer:
         write_json(self.folder / "samples" / f"{label}.json", facts)
         return facts["scores"]
 
-    def export(self, path):
-        """Write the averaged weights as safetensors, in the average's dtype."""
-        self.folder.export(path, self.precision.weights("ema"), vars(self.config), self.step)
+    def export(self):
+        """Write the averaged weights as safetensors, in the average's dtype, where --export says."""
+        c = self.config
+        if c.export:
+            self.folder.export(c.export, self.precision.weights("ema"), vars(c), self.step)
 
 
 class TaskTraining:

@@ -1,7 +1,6 @@
 """An average in bf16 as other tools keep it: each rule on the same path of weights, beside an fp64 average.
 
-    python -m benchmarks.averages                   the table, 5,000 steps, half a minute on one core
-    python -m benchmarks.averages --json FILE       the figures as JSON too
+    python bench.py averages                        5,000 steps, half a minute on one core
 
 The rules are the arithmetic of three tools, written anew: which decay at which step, which operations, and in
 which dtype each of them rounds. Nothing else of those tools is used.
@@ -21,15 +20,12 @@ measures the schedule. Two figures a rule: the share of the way from the initial
 (1 is right), and how far it is from the fp64 average, as a share of the weights' spread.
 """
 
-import argparse
-import json
 import math
-import sys
-from pathlib import Path
 
 import torch
 
-from harness.printing import layout
+from benchmarks.common import Command, Flag, rows_by
+from lowprec.advice.text import layout
 
 PATH_STEPS, PATH_ENTRIES, WEIGHT_SPREAD = 5000, 20_000, 0.02
 DECAYS = (0.99, 0.999, 0.9999)
@@ -141,24 +137,24 @@ def progress(start, average, exact):
     return float(gone @ way / (way @ way)), float(distance)
 
 
-def main(argv=None):
-    as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
-    parser.add_argument("--steps", type=int, default=PATH_STEPS, help="of the path (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write {decay: {rule: [share, distance]}}")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    found = {f"{decay:g}": measure_rules(decay, args.steps) for decay in DECAYS}
+def compared(args, clock):
+    """The rows of all rules at all decays; prints them as a table."""
+    rows = []
+    for decay in DECAYS:
+        for rule, (share, distance) in measure_rules(decay, args.steps).items():
+            rows.append(dict(rule=rule, decay=decay, share=share, distance=distance))
     print("share of the way covered (1 is right) and distance from the fp64 average / spread of the weights")
-    rows = [["", *(f"decay {decay}" for decay in found)]]
-    for name in RULES:
-        figures = [of_rules[name] for of_rules in found.values()]
-        rows.append([name, *(f"{share:.3f}  {distance:.2%}" for share, distance in figures)])
-    print(layout(rows))
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+    lines = [["", *(f"decay {decay:g}" for decay in DECAYS)]]
+    for rule, its in rows_by(rows, "rule").items():
+        lines.append([rule, *(f"{row['share']:.3f}  {row['distance']:.2%}" for row in its)])
+    print(layout(lines))
+    return rows
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+COMMAND = Command(
+    "averages",
+    "averages in bf16 as other tools keep them, beside one in fp64",
+    compared,
+    flags=(Flag("--steps", PATH_STEPS, "of the path of weights"),),
+    cpu_only=True,
+)

@@ -148,19 +148,6 @@ def moments_in(name):
     return {"sites": [f"exp_avg={name}", f"exp_avg_sq={name}"]}
 
 
-def typed(flags):
-    """Flags as a user types them: dict(pure_bf16=True, master="split") -> '--pure_bf16 --master split'."""
-    words = []
-    for name, value in flags.items():
-        if name == "sites":
-            words += [f"--set {setting}" for setting in value]
-        elif value is True:
-            words.append(f"--{name}")
-        else:
-            words.append(f"--{name} {value}")
-    return " ".join(words)
-
-
 # ---- Nets --------------------------------------------------------------------------------------------------
 
 

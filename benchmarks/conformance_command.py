@@ -41,7 +41,8 @@ from benchmarks.subjects import (
     drawn,
     in_words,
 )
-from harness.printing import layout, markdown_table
+from harness.printing import markdown_table
+from lowprec.advice.text import layout
 from lowprec.watch import adapters
 
 # ---- What is asked -----------------------------------------------------------------------------------------

@@ -28,10 +28,10 @@ from benchmarks.common import (
     progress_bar,
     rows_by,
     training_step,
-    typed,
 )
 from benchmarks.records import of_record
 from harness.printing import markdown_table
+from lowprec.evidence import typed
 from lowprec.formats import FORMATS
 from lowprec.parts import offload
 from lowprec.parts.activations import Meter, recompute

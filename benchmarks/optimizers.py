@@ -31,7 +31,8 @@ from benchmarks.common import (
     timed,
 )
 from benchmarks.records import median_ms, of_record
-from harness.printing import layout, markdown_table
+from harness.printing import markdown_table
+from lowprec.advice.text import layout
 from lowprec.errors import Refused
 from lowprec.optimizers import build, peers
 from lowprec.optimizers.build import OPTIMIZERS

@@ -31,7 +31,8 @@ from benchmarks.common import (
     timed,
 )
 from benchmarks.records import H100_COMPILED, median_ms, milliseconds, rows_of_record
-from harness.printing import layout, markdown_table
+from harness.printing import markdown_table
+from lowprec.advice.text import layout
 from lowprec.kernels import cpu_products
 from lowprec.precision import recipe
 from lowprec.rules import check_machine

@@ -22,10 +22,6 @@ PROCESS_RULES = (
         f"multiple of {here.world}",
     ),
     Rule(
-        lambda here: here.ranks.spread and not here.ranks.started,
-        "--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp",
-    ),
-    Rule(
         lambda here: here.spread and here.c.compile,
         "--compile with --fsdp: torch's compiler stops at each hook of fully_shard, so little is compiled; "
         "leave one of them out",
@@ -37,7 +33,7 @@ def check_processes(c, recipe, ranks, draws):
     """Raise Refused for flags that these processes can't follow. draws: whether nothing is trained."""
     spread = c.fsdp and not draws
     refuse((BATCH_OF_A_RUN,), c)
-    refuse(PROCESS_RULES, types.SimpleNamespace(c=c, ranks=ranks, world=ranks.world, spread=spread))
+    refuse(PROCESS_RULES, types.SimpleNamespace(c=c, world=ranks.world, spread=spread))
     options = Options(grad_release=c.grad_release, average_on=c.average_on, states_on=c.states_on)
     asked_for: dict = dict(recipe=recipe, options=options, spread=spread, compiled=c.compile)
     # of a net that is not there yet

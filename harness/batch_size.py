@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from harness.flags import TEN_MILLION
-from harness.ranks import Ranks
+from harness.ranks import Ranks, ranks_here
 from harness.run_folder import Folder
 from lowprec.errors import Refused, out_of_memory
 
@@ -90,10 +90,8 @@ def largest_tried(make, run, device, world):
 
 
 def _searched(make, run, folder, world, memory):
-    alone = Ranks()
-    alone.rank, alone.world = 0, 1
     accumulate = min(2, run.config.accumulate)  # 2: sums are held too
-    trial = make(run.replaced(batch_size=2, accumulate=accumulate, workers=0), folder=folder, ranks=alone)
+    trial = make(run.replaced(batch_size=2, accumulate=accumulate, workers=0), folder=folder, ranks=Ranks())
     trial.ready()
     second = []  # gradients that the real run will hold twice, as DistributedDataParallel does
     if world > 1:
@@ -138,29 +136,23 @@ def chosen_batch_size(make, run, dry=False):
     that is found. Says which, in a line. make: the Trainer class, which tries. Raises Refused where there is
     none.
     """
-    config, table, ranks = run.config, run.table, Ranks()
+    config, table, ranks = run.config, run.table, ranks_here()
     folder = Folder(Path(config.runs) / config.name)
     if (folder / "config.json").exists():
         size = folder.flags().get("batch_size", table["batch_size"].default)
-        if ranks.main:
-            print(f"--batch_size auto: {size}, with which the run in {folder} began")
+        print(f"--batch_size auto: {size}, with which the run in {folder} began")
         return size
     device = ranks.device(config.device)
     check_search(config, device, dry)
     ranks.meet(device, table.shared(config))
     ranks.any(1, device)  # what processes need to speak to each other is taken before memory is measured
     own, most, used, total = largest_tried(make, run, device, ranks.world)
-    size = smallest_of_ranks(own, ranks, device) * ranks.world
+    smallest = -(ranks.any(-own, device) or 0)
+    size = smallest * ranks.world
     if not size:
         less = "--checkpoint_activations, --pure_bf16 --stochastic --opt8bit or a smaller --size needs less"
         raise Refused(f"--batch_size auto: the steps of not even one example fit: {less}")
-    if ranks.main:
-        memory = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB with {own} examples here"
-        why = "there are no more to train on" if 2 * own > most else "twice as many do not fit"
-        print(f"--batch_size auto: {size} ({memory}; {why})")
+    memory = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB with {own} examples here"
+    why = "there are no more to train on" if 2 * own > most else "twice as many do not fit"
+    print(f"--batch_size auto: {size} ({memory}; {why})")
     return size
-
-
-def smallest_of_ranks(number, ranks, device):
-    """The smallest of the numbers of all processes."""
-    return -(ranks.any(-number, device) or 0)

@@ -9,8 +9,6 @@ from lowprec.errors import Refused
 @torch.no_grad()
 def scale_matrices(net, factor):
     """Multiply the matrices and kernels of `net`, in place; vectors stay."""
-    if factor == 1:
-        return
     for p in net.parameters():
         if p.dim() > 1:
             p.mul_(factor)

@@ -3,19 +3,10 @@
 from harness.shards import file_that_is_there
 from harness.validation import BEST_FILE
 from lowprec import evidence
+from lowprec.advice.text import layout
 from lowprec.recipes import recipe
 
 # ---- Tables ------------------------------------------------------------------------------------------------
-
-
-def layout(rows, further=str.rjust):
-    """Lines of a left-aligned first column and right-aligned further ones. rows: lists of as many texts."""
-    first_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [further(cell, width) for cell, width in zip(rest, widths, strict=True)]
-        lines.append("  ".join([first.ljust(first_width), *cells]).rstrip())
-    return "\n".join(lines)
 
 
 def markdown_table(rows, rule="---", space=" "):
@@ -92,18 +83,9 @@ def print_head(task, table, device, ledger, folder):
 
 def precision_flags(table, config):
     """The flags of precision that a run's command says, in one line: '--pure_bf16 --stochastic'."""
-    words = []
-    for row in table.rows:
-        value = getattr(config, row.name)
-        if row.group != "precision" or value == row.default:
-            continue
-        if value is True:
-            words.append(f"--{row.name}")
-        elif isinstance(value, list):
-            words += [f"--{row.name} {item}" for item in value]
-        else:
-            words.append(f"--{row.name} {value}")
-    return " ".join(words)
+    of_precision = [row for row in table.rows if row.group == "precision"]
+    unlike = [row.name for row in of_precision if getattr(config, row.name) != row.default]
+    return evidence.typed({name: getattr(config, name) for name in unlike})
 
 
 def known_cost(config, parameters):

@@ -1,14 +1,15 @@
 """The processes of a run, as torchrun starts them: which one this is, and what they do together.
 
-A single process is a world of one, in which nothing here does anything.
+    ranks_here()      Ranks of a process by itself, Replicas of several; of --fsdp they are Spread
 """
 
 import gc
+import io
 import json
 import os
 import socket
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 
 import torch
@@ -16,7 +17,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import reduction
+from lowprec.cast import exact_modules
 from lowprec.errors import Refused, first_line
+from lowprec.parts.activations import recomputed_blocks
+from lowprec.parts.ranks import WORLDS_SHOWN, share_buffers, spread_over_ranks
 
 # that processes wait for one another until all have met. torchrun ends them all where one ends, so that those
 # it starts may wait for one that reads its libraries from a slow disk
@@ -36,36 +40,26 @@ class Followed(Refused):
 
 
 class Ranks:
-    """rank: of this process; local: on its machine. world: how many there are. main: whether this one writes
-    and prints. spread: whether a net is spread over them by fully_shard.
+    """A process by itself, a world of one: what it does with others does nothing.
+
+    rank: of this process; local: on its machine. world: how many there are. spread: whether a net is spread
+    over them by fully_shard. worlds_shown: numbers of ranks that a dry run tells of.
     """
 
+    rank, world, spread, worlds_shown = 0, 1, False, WORLDS_SHOWN
+
     def __init__(self):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.local = int(os.environ.get("LOCAL_RANK", 0))
-        self.started = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun, or as it does
-        self.ddp = None
-        self.spread = False
 
     @property
     def main(self):
+        """Whether this one writes and prints."""
         return self.rank == 0
-
-    @property
-    def gathers(self):
-        """Whether it takes part where weights are gathered: all give their rows of a net that is spread."""
-        return self.main or self.spread
 
     @property
     def words(self):
         """What sets the noise of this process apart from the main one's."""
         return (self.rank,) if self.rank else ()
-
-    def check_alone(self, verb):
-        """Raise Refused for --verb on one of several processes."""
-        if self.world > 1:
-            raise Refused(f"--{verb} is the work of one process: start it by python, not by torchrun")
 
     def device(self, name):
         """The torch.device of this process, of a --device: auto, cpu or cuda."""
@@ -78,21 +72,73 @@ class Ranks:
             name = f"cuda:{self.local}"
         return torch.device(name)
 
-    def meet(self, device, flags=None):
-        """Join the other processes; they end by themselves. flags: {name: value}, in which they must agree.
-        One that spreads a net meets itself. Raises Refused on the first rank, Followed on the others.
+    def place(self, net, recipe, device, flags):
+        """A new net, which each rank has built as a whole, where it is trained. flags: as of `meet`."""
+        return net.to(device)
+
+    def meet(self, device, flags):
+        """Join the other processes."""
+
+    def wait(self):
+        """Go on when all have come here."""
+
+    def sum(self, value):
+        """Sum a tensor over all ranks, in place."""
+        return value
+
+    def mean(self, value):
+        """The mean of a tensor over all ranks; the tensor itself may change."""
+        return self.sum(value) / self.world
+
+    def any(self, number, device):
+        """The largest of the ranks' numbers (None counts as 0), or None where all are 0."""
+        return number or None
+
+    def first(self, act, device):
+        """act() on the main rank. Where that is refused all ranks are, so that none waits for it."""
+        act()
+
+    def gathered(self, make, *given):
+        """make(*given) on the main rank, and on all where a net is spread; None on the others."""
+        return make(*given)
+
+    def check(self, run):
+        """Raise Refused for a Precision whose gradients the processes can't sum."""
+
+    def wrap(self, run, net, seed, step):
+        """`net`, the model of a Precision `run`, compiled or not, with gradients averaged over all ranks.
+
+        seed, step: what their rounding goes by, see reduction.py.
         """
-        if dist.is_initialized() or (self.world == 1 and not self.spread):
+        return net
+
+    def synchronised(self, run, last):
+        """What the backward pass of a micro-batch runs in; `last`: of a step."""
+        return nullcontext()
+
+
+class Processes(Ranks):
+    """What several processes do together, as torchrun starts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.worlds_shown = [self.world]
+
+    def meet(self, device, flags):
+        """As above; they end by themselves. flags: {name: value}, in which they must agree. Raises Refused on
+        the first rank, Followed on the others.
+        """
+        if dist.is_initialized():
             return
         backend = "nccl" if device.type == "cuda" else "gloo"
         if not (dist.is_available() and getattr(dist, f"is_{backend}_available")()):
             missing = f"this torch has no {backend}, by which processes on {device.type} speak to each other"
             raise Refused(f"{missing}: install a build that has it, or use --device cpu, or one process")
-        shared = {"device": device.type}
-        shared.update(flags or {})
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=MEETING_TIME))
-            self._agree(store, shared)
+            self._agree(store, {"device": device.type, **flags})
             dist.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.world, timeout=MEETING_TIME
             )
@@ -143,40 +189,19 @@ class Ranks:
         return ""
 
     def wait(self):
-        """Go on when all have come here."""
-        if self.world > 1:
-            dist.barrier()
+        dist.barrier()
 
     def sum(self, value):
-        """Sum a tensor over all ranks, in place."""
-        if self.world > 1:
-            dist.all_reduce(value)
+        dist.all_reduce(value)
         return value
 
-    def mean(self, value):
-        """The mean of a tensor over all ranks; the tensor itself may change."""
-        if self.world == 1:
-            return value
-        return self.sum(value) / self.world
-
     def any(self, number, device):
-        """The largest of the ranks' numbers (None counts as 0), or None where all are 0."""
-        if self.world == 1:
-            return number
         flag = torch.tensor([number or 0], device=device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return flag.item() or None
 
     def first(self, act, device):
-        """act() on the main rank. Where that is refused all ranks are, so that none waits for it."""
-        refused = None
-        if self.main:
-            try:
-                act()
-            except Refused as error:
-                refused = error
-        if self.any(int(refused is not None), device):
-            raise refused or Followed("the main process was refused")
+        self.each(act if self.main else lambda: None, device)
 
     def each(self, act, device):
         """act() on every rank. Where it is refused on some, all are, and the first of these says why."""
@@ -192,21 +217,19 @@ class Ranks:
             raise refused
         raise Followed("another rank was refused")
 
-    # -- gradients
-
     def check(self, run):
-        """Raise Refused for a Precision whose gradients the processes can't sum."""
-        if self.world > 1 and any(p._post_accumulate_grad_hooks for p in run.params):
+        if any(p._post_accumulate_grad_hooks for p in run.params):
             hooked = f"--optimizer {run.optimizer_name} takes gradients away by hooks"
             raise Refused(f"{hooked} before processes can sum them: use --optimizer adamw --stochastic")
 
-    def wrap(self, run, net, seed=0, step=lambda: 0):
-        """`net`, the model of a Precision `run`, compiled or not, with gradients averaged over all ranks.
 
-        seed, step: what their rounding goes by, see reduction.py.
-        """
-        if self.world == 1 or self.spread:
-            return net
+class Replicas(Processes):
+    """Processes that each hold the whole net: DistributedDataParallel averages their gradients."""
+
+    def gathered(self, make, *given):
+        return make(*given) if self.main else None
+
+    def wrap(self, run, net, seed, step):
         mean = reduction.mean_of_ranks(run.recipe, run.params, seed, step)
         self.ddp = DistributedDataParallel(net)
         self.ddp.register_comm_hook(None, mean.hook)
@@ -214,12 +237,52 @@ class Ranks:
         return self.ddp
 
     def synchronised(self, run, last):
-        """What the backward pass of a micro-batch runs in; `last`: of a step."""
         # fp32 sums of bf16 gradients are reduced once, after the last micro-batch; else DDP reduces p.grad
         # during the last backward pass
-        if self.ddp and (not last or run.keeps_sums):
+        if not last or run.keeps_sums:
             return self.ddp.no_sync()
         return nullcontext()
+
+
+class Spread(Processes):
+    """Processes that each hold rows of the net, by fully_shard; one of them is enough."""
+
+    spread = True
+
+    def __init__(self):
+        super().__init__()
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise Refused("--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp")
+
+    def place(self, net, recipe, device, flags):
+        self.meet(device, flags)
+        apart = []
+        if recipe.low_weights:
+            islands, whole = exact_modules(net, recipe)
+            apart = [*islands, *whole]
+        net = spread_over_ranks(net, recipe, device, recomputed_blocks(net), apart)
+        share_buffers(net)
+        return net
+
+
+def ranks_here(spread=False):
+    """The Ranks of this process, as its environment says. spread: whether a net is to be spread over them."""
+    if spread:
+        return Spread()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return Replicas()
+    return Ranks()
+
+
+def check_alone(verb):
+    """Raise Refused for --verb on one of several processes."""
+    if ranks_here().world > 1:
+        raise Refused(f"--{verb} is the work of one process: start it by python, not by torchrun")
+
+
+def main_alone_prints():
+    """Within it the other processes print nothing to standard output."""
+    return nullcontext() if ranks_here().main else redirect_stdout(io.StringIO())
 
 
 def leave():
@@ -233,7 +296,7 @@ def leave():
 
 def speaks_first():
     """Whether this process is to print why the run has ended: the first of its processes that asks."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if ranks_here().world == 1:
         return True
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

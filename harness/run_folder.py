@@ -29,7 +29,7 @@ from safetensors.torch import save as safetensors_bytes
 from harness import checkpoints, shards
 from harness.checkpoints import CHECKPOINT
 from harness.files import check_place, check_regular, read_json, read_lines, write_atomically, write_json
-from harness.ranks import Ranks
+from harness.ranks import ranks_here
 from lowprec.errors import Refused
 from lowprec.machine import cpu_threads, device_facts
 
@@ -142,7 +142,7 @@ class Folder:
     """
 
     def __init__(self, path, ranks=None):
-        self.path, self.ranks = Path(path), ranks or Ranks()
+        self.path, self.ranks = Path(path), ranks or ranks_here()
         self._metrics = self._board = self._lock = None
 
     def __truediv__(self, name):
@@ -327,9 +327,7 @@ class Folder:
             if name != "step":
                 self._board.add_scalar(name, value, row["step"])
 
-    def export(self, path, weights, config, step):
-        """As `export` above."""
-        export(path, weights, config, step)
+    export = staticmethod(export)
 
     def show(self, pictures, name, step):
         """{title: grid [C, H, W] in [0, 1]} as samples/<name>.png, each but the first with its title in the

@@ -55,6 +55,11 @@ class Validation:
         return {"watched": self.name, "best": self.best, "step": self.step, "stopped": self.exhausted}
 
 
+def is_due(every, step):
+    """Whether what happens `every` so many steps, 0 for never, happens after this step."""
+    return bool(every) and step % every == 0
+
+
 def steps_an_epoch(config, count):
     """Optimiser steps of one pass over `count` training items."""
     return math.ceil(count / (config.batch_size * config.accumulate))

@@ -195,6 +195,18 @@ def flags_of_recipe(recipe: str) -> list[str]:
     return words
 
 
+def typed(flags: Mapping[str, Any]) -> str:
+    """Flags of train.py, or arguments of `recipe`, as a user types them: dict(pure_bf16=True, master="split")
+    -> '--pure_bf16 --master split'.
+    """
+    words = []
+    for name, value in flags.items():
+        flag = "--set" if name == "sites" else f"--{name}"
+        for one in value if isinstance(value, list) else [value]:
+            words.append(flag if one is True else f"{flag} {one}")
+    return " ".join(words)
+
+
 def nearest(
     recipe: str,
     kind: str | None = None,

@@ -28,8 +28,6 @@ from .kernels.compiled import fused
 from .machine import fp8_cores, quiet_import
 from .rounding import uniform
 
-SMALLEST_IN_CODES = 4096  # values; both libraries keep the moments of smaller tensors in full
-
 
 class Format:
     """What a format is: `bits` a value, `block` values to a scale when moments are held in it.
@@ -38,6 +36,7 @@ class Format:
     """
 
     name, bits, block = "", 8, 256
+    smallest = 4096  # values of a moment that is coded; both libraries keep smaller ones in fp32
     mantissa = 0  # bits of it, of an 8-bit float
     why = ""  # what the ledger says of it
     gap = ""  # half of the distance between two codes, as a share of the value
@@ -54,10 +53,6 @@ class Format:
     def native(self, device):
         """Whether the device multiplies operands in this format."""
         return False
-
-    def takes(self, n):
-        """Whether the moment of a tensor of n values is coded; else it stays fp32."""
-        return n >= SMALLEST_IN_CODES
 
     def stayed(self, n):
         """Whether checkpoints of format 1 hold it in fp32 although it is coded now."""

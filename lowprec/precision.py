@@ -164,7 +164,14 @@ class Precision:
         self.convolves_on_cpu = convolves and self.device.type == "cpu" and not self.compiled
         self.spread = any(hasattr(p, "device_mesh") for p in net.parameters())  # by fully_shard, over ranks
         self.quantised_base = any(hasattr(p, "quant_state") for p in net.parameters())  # by bitsandbytes
-        self.recipe = self._settled(r)
+        r = Recipe() if r is None else r
+        if not hasattr(r, "keeping"):
+            raise Refused(
+                f"the second argument of Precision is a recipe, and this is a {type(r).__name__}: write "
+                "Precision(model, recipe(pure_bf16=True))"
+            )
+        of_groups = [group["optimizer"] for group in self.options.groups or () if "optimizer" in group]
+        self.recipe = r.keeping(self.options.optimizer, *of_groups)  # with the sites of its optimisers
         kinds = wanted_parts(self)
         # what no optimiser takes is refused while the net is still as it came
         check_numbers({name: value for name, value in self.options.of_optimizer.items() if value is not None})
@@ -221,20 +228,6 @@ class Precision:
         self.optimizer.register_step_pre_hook(_refuse_bare_step)
 
     # -- what is made, in this order
-
-    def _settled(self, r):
-        """The recipe, fp32 for None, with the sites of the optimisers and what the machine settles."""
-        if r is None:
-            r = Recipe()
-        if not hasattr(r, "keeping"):
-            raise Refused(
-                f"the second argument of Precision is a recipe, and this is a {type(r).__name__}: write "
-                "Precision(model, recipe(pure_bf16=True))"
-            )
-        options = self.options
-        of_groups = [group["optimizer"] for group in options.groups or () if "optimizer" in group]
-        r = r.keeping(options.optimizer, *of_groups)
-        return r if self.device.type == "meta" else r.on(self.device)
 
     def _cast(self, forward):
         """Bring the net to the recipe's dtypes. Returns its fp32 weights, of which an exact master is made,

@@ -70,6 +70,13 @@ class Recipe:
         self.values.update(values)
         vars(self).update(self.values)
         self.low_weights = self.values["weights"] == "bf16"  # whether the weights are bf16
+        # whether products read 16 bits a number, or fewer
+        self.narrow_products = self.values["compute"] not in ("fp32", "tf32")
+        # whether a step runs in torch's autocast: such products of fp32 weights
+        self.autocasts = self.narrow_products and not self.low_weights
+        # whether samples are drawn in 8 or 4 bits from a net that was not trained so
+        drawn_in = self.values["generation"]
+        self.quantises = drawn_in in ("int8", *BLOCKS_OF_GENERATION) or (drawn_in == "fp8" and not fp8)
         self.weight_dtypes = {DTYPE_OF_NAME[self.values["weights"]], torch.float32}  # of trained ones
         # how bf16 weights are written
         self.way: Way = chosen_way(self["update"], self["kahan"] == "on", self["master"])
@@ -116,22 +123,6 @@ class Recipe:
         device = torch.device(device)
         options = [each and each.resolve(device) for each in (self.fp8, self.fp4)]
         return Recipe(self.more, *options, **self.values) if any(options) else self
-
-    @property
-    def autocasts(self) -> bool:
-        """Whether a step runs in torch's autocast: products of 8 or 16 bits of fp32 weights."""
-        return not self.low_weights and self.narrow_products
-
-    @property
-    def narrow_products(self) -> bool:
-        """Whether products read 16 bits a number, or fewer."""
-        return self.compute not in ("fp32", "tf32")
-
-    @property
-    def quantises(self) -> bool:
-        """Whether samples are drawn in 8 or 4 bits from a net that was not trained so."""
-        after_training = ("int8", *BLOCKS_OF_GENERATION)
-        return self.generation in after_training or (self.generation == "fp8" and not self.fp8)
 
     @property
     def moments(self) -> list[str]:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.flags import of_size
-from harness.ranks import Ranks
+from harness.ranks import ranks_here
 from lowprec.attention import attention_kernel
 from lowprec.errors import Refused
 from tasks.task import Task, picture
@@ -198,7 +198,7 @@ class Classify(Task):
                 "one kernel takes both: drop one of the two"
             )
         # where the last maps are one pixel, a single image leaves nothing to take a variance of
-        world = Ranks().world
+        world = ranks_here().world
         if c.model == "resnet18" and c.batch_size <= world and self.data.image_size <= 8:
             raise Refused(
                 f"--batch_size {c.batch_size}: images of {self.data.image_size} pixels end as one pixel in "

@@ -7,7 +7,8 @@
     python tests/mutations.py --report         those that nothing has killed so far
 
 A fault is caught when a test fails, or hangs. The exit status is 1 if more than ALLOWED survive. A line of
-mutations.jsonl says of each mutation which tests killed it (these are tried first) and which missed it.
+mutations.jsonl says of each mutation which tests killed it (these are tried first) and which missed it. One
+that changes nothing that a test could see has the reason there as "equivalent", and is not tried.
 Nothing else is written outside a temporary folder.
 """
 
@@ -175,7 +176,12 @@ def report(mutations):
     records = read_records(mutations)
     killed = [name for name in records if records[name]["killed_by"]]
     missed = [name for name in records if records[name]["missed_by"] and name not in killed]
-    print(f"{len(killed)} of {len(records)} are killed, {len(missed)} survived what was tried:")
+    alike = [name for name in records if "equivalent" in records[name]]
+    missed = [name for name in missed if name not in alike]
+    print(
+        f"{len(killed)} of {len(records)} are killed, {len(alike)} change nothing, "
+        f"{len(missed)} survived what was tried:"
+    )
     for name in missed:
         print(f"{line_of(mutations[name])}\n    by {', '.join(records[name]['missed_by'])}")
 
@@ -214,7 +220,7 @@ def main():
         report(mutations)
         return 0
     records = read_records(mutations)
-    chosen = given.only or list(mutations)
+    chosen = given.only or [name for name in mutations if "equivalent" not in records[name]]
     if given.open:
         chosen = [name for name in chosen if not records[name]["killed_by"]]
         chosen.sort(key=lambda name: len(records[name]["missed_by"]))

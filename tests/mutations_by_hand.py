@@ -335,7 +335,7 @@ HARNESS = (
     ByHand(
         "smallest-for-largest",
         "harness/ranks.py",
-        "Ranks.any",
+        "Processes.any",
         "op=dist.ReduceOp.MAX",
         "op=dist.ReduceOp.MIN",
     ),

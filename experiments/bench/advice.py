@@ -16,12 +16,12 @@ from benchmarks.common import (
     loss_of_images,
     parse_net,
     progress_bar,
-    typed,
 )
 from benchmarks.records import of_record
 from experiments.bench import ROOT, printed_by_python
 from harness.printing import markdown_table
 from lowprec.advice.answer import advise
+from lowprec.evidence import typed
 
 ADVISED_NETS = {  # what the page calls it: (flags of train.py, examples a step)
     "U-Net, 64x64 images": ("--model unet --size small --image_size 64", 4),

@@ -28,13 +28,13 @@ from benchmarks.common import (
     progress_bar,
     rows_by,
     training_step,
-    typed,
 )
 from benchmarks.records import H100, of_record
 from harness.batch_size import TrialMemory, largest_power_of_two, never_full, survives
 from harness.printing import markdown_table
 from lowprec.advice.answer import advise
 from lowprec.errors import Refused
+from lowprec.evidence import typed
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 

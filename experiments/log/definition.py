@@ -124,8 +124,6 @@ def load_experiment(number, root=HERE, loaded=None):
 
     `loaded` {number: Experiment} holds those read before. Raises Refused.
     """
-    if not str(number).isdigit():
-        raise Refused(f"'{number}' is no number of an experiment: write one, as in 007")
     number, loaded = str(number).zfill(3), {} if loaded is None else loaded
     if number in loaded:
         return loaded[number]

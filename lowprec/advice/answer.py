@@ -47,15 +47,8 @@ class Candidate(NamedTuple):
     @property
     def typed(self) -> str:
         """As flags of train.py; "(none)" for fp32."""
-        words = []
-        for name, value in {**self.flags, **self.options}.items():
-            if name == "sites":
-                words.append(f"--set {' '.join(value)}")
-            else:
-                words.append(f"--{name}" if value is True else f"--{name} {value}")
-        if self.recomputes:
-            words.append("--checkpoint_activations")
-        return " ".join(words) or "(none)"
+        again = {"checkpoint_activations": True} if self.recomputes else {}
+        return evidence.typed({**self.flags, **self.options, **again}) or "(none)"
 
     @property
     def key(self) -> str:

@@ -239,9 +239,7 @@ def _of_transformers(config, seq):
     transformers = quiet_import("transformers", "--config")
     settings = transformers.AutoConfig.for_model(**config)
     named = next(iter(config.get("architectures") or ()), None)
-    kind = getattr(transformers, named, None) if named else None
-    if named and kind is None:
-        raise Refused(f"--config: transformers has no net {named}")
+    kind = getattr(transformers, named) if named else None
     with torch.device("meta"):
         net = kind(settings) if kind else _largest_of(transformers, settings)
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)

@@ -65,9 +65,9 @@ class Adafactor(ByTensor):
 
     def shape(self, p, name):
         if p.dim() < 2:
-            return p.shape if name == "exp_avg_sq" else None
+            return p.shape if name == "exp_avg_sq" else (0,)
         rows = p.shape[0]
-        return {"row_var": (rows, 1), "col_var": (1, p.numel() // max(1, rows))}.get(name)
+        return {"row_var": (rows, 1), "col_var": (1, p.numel() // max(1, rows))}.get(name, (0,))
 
     def numbers(self, group, step):
         rate = min(float(group["lr"]), step**-0.5)

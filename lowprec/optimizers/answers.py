@@ -252,7 +252,7 @@ class RoundedAnswers(Answers):
         whole = sum(p.numel() for p in self.bucket_of)
         found = dict.fromkeys(self.moments, "")
         for name, coder in self.coders.items():
-            sizes = [self.size(p, name) for p in self.bucket_of]
-            plain = sum(n for n in sizes if not coder.takes(n))
+            sizes = [math.prod(self.shape(p, name)) for p in self.bucket_of]
+            plain = sum(n for n in sizes if n < coder.smallest)
             found[name] = f"; {plain:,} of {whole:,} in small tensors stay fp32"
         return {name: note + self.home.note() for name, note in found.items()}

@@ -56,8 +56,7 @@ class ByTensor(Rounded):
 
     announced = None  # (grads, scale) that `announce` told of
     rooms = None  # a Rooms, during a step; release.py updates each tensor by itself
-    by_rows = splits = False
-    keys_each = True
+    by_rows = False
 
     def update_tensor(self, g, moments, numbers, held, room):
         """(direction, rate, new moments) of one tensor, from its gradient g, scaled, and its moments
@@ -68,9 +67,6 @@ class ByTensor(Rounded):
         raise NotImplementedError
 
     # -- state
-
-    def bucket_key(self, i, p, block):
-        return i
 
     def _whole(self, p, moments):
         """{name: fp32 moment of p in its shape}, of those that it keeps."""

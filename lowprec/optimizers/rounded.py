@@ -177,8 +177,6 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
     # values of a coded tensor that are in fp32 at once, 8 MiB for both moments, which stay in the cache of a
     # CPU; on a GPU four times as many, for a quarter of the kernels
     PIECE = 1 << 20
-    splits = True  # whether a tensor can be updated in parts
-    keys_each = False  # whether each moment has a key of noise of its own, not those in codes alone
 
     def __init__(
         self,
@@ -270,10 +268,13 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             self.rows = rows
         group.update(self.codes)
         self._params_of_groups.append(list(params))
-        blocks = []
-        for p in params:
-            blocks.append(max((self.kind_of(p, name).together for name in self.moments), default=1))
-        keys = [self.bucket_key(i, p, block) for i, (p, block) in enumerate(zip(params, blocks, strict=True))]
+        keys, blocks = [], []  # parameters of equal keys may share a bucket
+        for i, p in enumerate(params):
+            kinds = [self.kind_of(p, name) for name in self.moments]
+            blocks.append(max((kind.together for kind in kinds), default=1))
+            # a block of codes must not cross into the next tensor: one that ends within a block is alone
+            alone = i if p.numel() % blocks[-1] or not self.by_rows else None
+            keys.append((p.dtype, p.device, *[kind.name for kind in kinds], alone))
         for bucket in rows.buckets(params, keys, blocks):
             bucket.start += self._position
             trained = [p.requires_grad for p in bucket.params]
@@ -283,24 +284,14 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
                     self._begin(own)
         self._position += sum(p.numel() for p in params)
 
-    def bucket_key(self, i, p, block):
-        """Parameters of equal keys may share a bucket. i: number of p in its group. block: of its codes."""
-        # blocks must not cross from one tensor into the next: one that ends within a block is alone
-        alone = i if p.numel() % block else None
-        return p.dtype, p.device, *[self.kind_of(p, name).name for name in self.moments], alone
-
     def shape(self, p, name):
-        """The shape in which a moment of p is held; None for one that it does not keep."""
+        """The shape in which a moment of p is held; one without entries where it keeps none."""
         return p.shape
-
-    def size(self, p, name):
-        """How many values the moment of p has; 0 where it keeps none."""
-        shape = self.shape(p, name)
-        return 0 if shape is None else math.prod(shape)
 
     def kind_of(self, p, name):
         """The kind in which a moment of p is held, see state.KINDS."""
-        return KINDS[self.kinds[name]].of(self.size(p, name))
+        kind = KINDS[self.kinds[name]]
+        return kind if math.prod(self.shape(p, name)) >= kind.smallest else KINDS["fp32"]
 
     def _writing(self, bucket):
         """The Writing of a bucket that has its moments."""
@@ -312,18 +303,19 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             exact = False
         if not all(held.reads_fp32 for held in bucket.moments.values()):
             exact = False
-        names = self.moments  # of those that have a key of noise of their own
-        if not self.keys_each:
+        names, at_once = self.moments, None  # of those that have a key of noise of their own
+        if self.by_rows:
             names = [name for name, held in bucket.moments.items() if held.keyed]
         keyed = tuple(Noise.EXP_AVG + self.moments.index(name) for name in names)
-        # a large coded tensor is updated in parts, so that few of its moments are in fp32 at once
-        at_once = (self.PIECE if first.is_cpu else 4 * self.PIECE) if self.splits and keyed else None
+        if self.by_rows and keyed:
+            # a large coded tensor is updated in parts, so that few of its moments are in fp32 at once
+            at_once = self.PIECE if first.is_cpu else 4 * self.PIECE
         return Writing(way, exact, keyed, at_once)
 
     def _begin(self, bucket):
         """Zeros for the moments of a bucket, and what completes its weights as they are now."""
         for name in self.moments:
-            if any(self.size(p, name) for p in bucket.params):
+            if any(math.prod(self.shape(p, name)) for p in bucket.params):
                 bucket.moments[name] = self.home.keep(self.new_moment(bucket, name))
         bucket.writing = self._writing(bucket)
         way = bucket.writing.way

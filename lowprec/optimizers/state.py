@@ -152,13 +152,10 @@ class InNumbers:
     """A kind in which moments are held: each value a number of this dtype."""
 
     together = 1  # entries that no part of a tensor may divide
+    smallest = 0  # values of a moment that is held so; smaller ones are held in fp32
 
     def __init__(self, name):
         self.name, self.dtype = name, DTYPE_OF_NAME[name]
-
-    def of(self, n):
-        """The kind in which a moment of n values is held where this one is asked for."""
-        return self
 
     def zeros(self, n, device, signed, shape=None):
         """The Held of n zeros. shape: as of Plain."""
@@ -170,15 +167,12 @@ class InNumbers:
 
 
 class InCodes:
-    """As InNumbers: codes of a format, and fp32 numbers for small tensors."""
+    """As InNumbers: codes of a format."""
 
     together = ENTRIES_A_BLOCK
 
     def __init__(self, coder):
-        self.name, self.coder = coder.name, coder
-
-    def of(self, n):
-        return self if self.coder.takes(n) else KINDS["fp32"]
+        self.name, self.smallest, self.coder = coder.name, coder.smallest, coder
 
     def zeros(self, n, device, signed, shape=None):
         return Coded(self.coder, *self.coder.new(n, device), n, signed)

@@ -232,7 +232,7 @@ def total(x: torch.Tensor) -> float:
 def coded(moment: torch.Tensor, name: str, signed: bool) -> torch.Tensor:
     """A moment once it was written in codes, to nearest."""
     kind, n = FORMATS[name], moment.numel()
-    if not kind.takes(n):
+    if n < kind.smallest:
         return moment
     codes, scales = kind.new(n, moment.device)
     kind.encode(moment, codes, scales, signed, compiled=False)

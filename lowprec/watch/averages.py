@@ -16,7 +16,8 @@ NAMES_OF_THE_COUNTER = ("optimization_step", "num_updates", "n_averaged", "updat
 class Average:
     """An average of the weights, whoever keeps it.
 
-    read: () -> {name: tensor}. ema: what says its decay, its warm-up and its counter; None where nobody does.
+    read: () -> {name: tensor}; `dict` where there is none. ema: what says its decay, its warm-up and its
+    counter; None where nobody does.
     """
 
     def __init__(self, read, ema=None):
@@ -199,7 +200,7 @@ def said_rate(average, measured):
     """The rate that an average should have: of those that its decay, its schedule or its warm-up may say, the
     nearest to the measured one. None where nobody says.
     """
-    nearest = [min(max(measured, 1 - high), 1 - low) for low, high in ranges_of(average)]
+    nearest = [min(max(measured, 1 - high), 1 - low) for low, high in average.ranges]
 
     def ratio(rate):
         low, high = sorted((abs(rate), abs(measured)))
@@ -210,14 +211,7 @@ def said_rate(average, measured):
 
 def fastest_rate(average):
     """The highest rate that an average may have now; 0.0 where nobody says."""
-    return max((1 - low for low, _ in ranges_of(average)), default=0.0)
-
-
-def ranges_of(average):
-    """`Average.ranges`; of an average of this library its decay."""
-    if hasattr(average, "ranges"):
-        return average.ranges
-    return [] if average.decay is None else [(average.decay, average.decay)]
+    return max((1 - low for low, _ in average.ranges), default=0.0)
 
 
 def measured_rate(old, new, gap, narrow):

@@ -54,7 +54,6 @@ class Steps(Sums):
         "shrinkable",  # of the weights that it moved, squared
         "codes_error",  # of momentum in codes that an optimiser orthogonalises: what it is off, squared
         "codes_size",  # of what it should be, squared
-        "stood",  # looks between which the average did not move, although away from its weight
     )
 
     def add(self, look, answers, groups):

@@ -26,10 +26,8 @@ class Measured:
         self.weights = writes.weights.columns()
         self.growth = writes.growth.columns()
         self.moments = writes.moments.columns()
-        self.averages = self.averaging = None
-        if watch.ema:
-            self.averages = writes.averages["ema"].columns()
-            self.averaging = writes.averaging["ema"].columns()
+        self.averages = watch.averages.taken.columns()
+        self.averaging = watch.averages.path.columns()
         self.errors = watch.errors.columns()
         self.moment_errors = watch.moment_errors.columns()
         self.extra = watch.extra.columns()
@@ -43,9 +41,7 @@ class Measured:
         self.moments_to_nearest = not self.by_chance or watch.moment_errors.to_nearest
         self.tensors = [Tensor(self, i) for i in range(len(self.names))]
         self.looked_at = [one for one in self.tensors if one.facts.looks]
-        self.averaged = watch.teachers.tensors(self)
-        if watch.ema:
-            self.averaged = [*self.tensors, *self.averaged]
+        self.averaged = [*self.tensors, *watch.teachers.tensors(self)]
 
     def _may_draw(self):
         """Whether the optimiser may round by chance: all that draws random numbers, or can't be seen."""
@@ -175,9 +171,7 @@ class Tensor:
             self.moment, self.grown = Tally(), Tally()
         self.error = seen.errors[i]
         self.moment_error = seen.moment_errors[i]
-        self.average = self.averaging = None
-        if seen.averages:
-            self.average, self.averaging = seen.averages[i], seen.averaging[i]
+        self.average, self.averaging = seen.averages[i], seen.averaging[i]
         self.extra = seen.extra[i]
         self.change = seen.changes[i]  # of its gradient between backward and the step
         self.facts = self.watch.facts[i]
@@ -202,7 +196,7 @@ class Tensor:
     def lost(self, site):
         """Share of the wanted movement that was not written for sure; None where nothing was wanted."""
         tally = self.tally(site)
-        if tally is None or not tally.entries:
+        if not tally.entries:
             return None
         if site == "ema":
             if self.average_stands_by_rounding:

@@ -2,14 +2,10 @@
 built as a part that trains, and that something writes.
 """
 
-import torch
-
 from .average_watch import AverageWatch
 from .averages import Average
-from .facts import Steps
 from .measured import Tensor
 from .net_state import has_parameters
-from .writes import Writes
 
 
 class Teachers:
@@ -18,29 +14,25 @@ class Teachers:
     def __init__(self, model, answers, named, pick):
         self.frozen = followers(model, {name for name, _ in named})
         average = Average(lambda: {name: p.detach() for name, (_, p) in self.frozen.items()})
-        self.extra = Steps(len(named))
-        self.writes = Writes(answers, named, {"ema": average}, pick)
-        self.watch = AverageWatch(average, self.writes, self.extra)
+        self.averages = AverageWatch(average, answers, named, pick)
         self.then = []
 
     def before(self):
         """Remember them before a step."""
         if self.frozen:
             self.then = self._state()
-            self.writes.shadows["ema"] = self.writes._shadow(self.watch.average)
+            self.averages.before()
 
     def compare(self, step):
         """Compare them, once the net has seen a batch after the step."""
-        if not self.writes.shadows:
+        if self.averages.remembered is None:
             return
-        index, before = self.writes.shadows["ema"]
-        frozen = [self.frozen[self.watch.names[i]][1] for i in index]
-        stood = [torch.equal(self.writes.pick(p), then) for p, then in zip(frozen, before, strict=True)]
+        stood = self.averages.stood()
         if not all(stood):
-            self.watch.compare(step)
+            self.averages.follow(step)
         elif self._state() != self.then:  # written, and left as they were
-            self.watch._add_stood(index, before, stood, may_stand=False)
-        self.writes.shadows = {}
+            self.averages.add_stood(stood, may_stand=False)
+        self.averages.forget()
 
     def _state(self):
         """What changes when they are written, although their values may not."""
@@ -48,11 +40,9 @@ class Teachers:
 
     def tensors(self, seen):
         """[Follower] of all that were measured. seen: measured.Measured."""
-        tallies = self.writes.averages["ema"].columns()
-        sums = self.writes.averaging["ema"].columns()
-        extra = self.extra.columns()
+        taken, path = self.averages.taken.columns(), self.averages.path.columns()
         followed = [i for i, name in enumerate(seen.names) if name in self.frozen]
-        return [Follower(seen, i, self, tallies[i], sums[i], extra[i]) for i in followed]
+        return [Follower(seen, i, self, taken[i], path[i]) for i in followed]
 
 
 class Follower(Tensor):
@@ -60,11 +50,11 @@ class Follower(Tensor):
 
     may_be_copied = True  # a target of Q-learning is no average
 
-    def __init__(self, seen, i, teachers, average, averaging, extra):
+    def __init__(self, seen, i, teachers, average, averaging):
         super().__init__(seen, i)
         self.name = teachers.frozen[self.name][0]
-        self.average, self.averaging, self.extra = average, averaging, extra
-        self.ema = teachers.watch.average
+        self.average, self.averaging = average, averaging
+        self.ema = teachers.averages.average
 
     @property
     def average_dtype(self):

@@ -101,14 +101,13 @@ class Watch:
         self.compiled = model is not self.model and hasattr(model, "_orig_mod")
         self.steps = self.looks = 0
         self._watch_optimizer(optimizer, others)
-        self.ema = None if ema is None else Average.of(ema, self.model)
+        self.ema = Average(dict) if ema is None else Average.of(ema, self.model)
         self.buffers = {name: self.pick(b).clone() for name, b in floating_buffers(self.model)}
-        averages = {} if self.ema is None else {"ema": self.ema}
-        self.writes = Writes(self.answers, self.named, averages, self.pick)
+        self.writes = Writes(self.answers, self.named, self.pick)
         self.errors = Errors(len(self.named))
         self.moment_errors = Errors(len(self.named))
         self.extra = Steps(len(self.named))
-        self.averages = AverageWatch(self.ema, self.writes, self.extra)
+        self.averages = AverageWatch(self.ema, self.answers, self.named, self.pick)
         self.teachers = Teachers(self.model, self.answers, self.named, self.pick)
         self.accumulators: dict[str, Tally] = {}  # {name of a state: Tally}, of optimisers that step copies
         self.gradients = Gradients(self.named, self.pick, self.clock)
@@ -205,8 +204,9 @@ class Watch:
     def _forget_step(self):
         self.depth = 0
         self.steps -= 1
-        self.looking = self.follow = self.averages.waiting = False
-        self.writes.forget()
+        self.looking = self.follow = False
+        self.writes.look = None
+        self.averages.forget()
         self.gradients.forget()
 
     def _begin(self, args, kwargs):
@@ -249,7 +249,7 @@ class Watch:
             self.answers.accumulated = {}
         self.groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         if self.averages.waiting:
-            self.averages.compare(self.steps, last=True)
+            self.averages.follow(self.steps, last=True)
         scale = kwargs.get("grad_scale", 1.0)
         if not isinstance(scale, dict):  # else each tensor is clipped by its own norm
             if torch.is_tensor(scale) or scale != 1.0:
@@ -258,8 +258,10 @@ class Watch:
         if self.averages.count is not None:
             self.averages.count_now(self.steps)
         # by turns, which halves what they cost
-        turn_of_averages = self.looks % 2 and self.ema is not None
-        self.writes.at = {"averages"} if turn_of_averages else {"moments"}
+        turn_of_average = bool(self.looks % 2 and self.ema.shadow)
+        if turn_of_average:
+            self.averages.before()
+        self.writes.with_moments = not turn_of_average
         self.writes.before(self.optimizer, (), {**kwargs, "grad_scale": scale})
         self.teachers.before()
         look = self.writes.look
@@ -352,7 +354,7 @@ class Watch:
     def _stepped(self):
         """Compare what the step wrote, and what its counters count."""
         look = self.writes.look
-        self.writes.stepped()
+        self.writes.after()
         look.new_m = first_moments(look, self.answers)
         dtypes = [
             None if self.answers.low_part(p) is not None else dtype
@@ -396,13 +398,14 @@ class Watch:
     def _followed(self):
         """What was done since the step: whether weights were put back, and what the average took over."""
         self.follow = False
-        look, now = self.writes.look, None
+        look, held = self.writes.look, None
         if look is not None:
             now = torch.cat([self.answers.held(p, self.pick) for p in look.params])
+            held = look.index, now
             self.extra.follow(look, now)
             self.extra.follow_moments(look)
             self._compare_copies(look)
-        self.averages.compare(self.steps, held=now)
+        self.averages.follow(self.steps, held=held)
         self.teachers.compare(self.steps)
 
     def _compare_copies(self, look):

@@ -16,8 +16,7 @@ import math
 import torch
 
 from ..telemetry import announce, sample_entries
-from .averages import fastest_rate, measured_rate, said_rate
-from .sums import Sums, one_an_entry, totals
+from .sums import Sums, one_an_entry
 
 # ---- Many steps, added up ----------------------------------------------------------------------------------
 
@@ -98,97 +97,6 @@ class Tally(Sums):
     def kept(self):
         """Share of those steps, by size, that was written all the same."""
         return self.written / max(self.threatened, 1e-300)
-
-
-class Averaging(Sums):
-    """Where averages are and where they go, a column a tensor. Of entries away from their weight, finite."""
-
-    fields = (
-        "looks",
-        "entries",
-        "infinite",  # entries that are not finite
-        "away",  # entries that differed from their weight before the average moved
-        "copied",  # those of them that equal it then
-        "square",  # of the average
-        "weight_square",
-        "product",  # of the average and its weight
-        # of entries more than 2 ulp from their weight, which a move may bring nearer:
-        "gap_square",  # of the way from the average to its weight, before it moved
-        "move_square",  # of what it moved
-        "along",  # move times gap
-        "path",  # the same without its sign
-        "spread",  # the same squared
-        "said",  # the rate that it should have, times the square of the gap
-        "cosine",  # of the move and the gap, summed over the looks that follow
-        "directed",  # looks at which there was a move and a gap
-        "jumps",  # times it went much farther than its weight was away
-        "jumped",  # how far at most, over the way to its weight
-        "overtaken",  # looks by which it had gone much more of the way than its decay lets it
-        "overtook",  # how much of the way at most
-        "seen",  # of fp32 averages: entries that are not 0 and differ from their weight
-        "bf16",  # those of them that are bf16 numbers, where their weight is none
-    )
-
-    def add(self, old, new, held, rounded, far, said, index, lengths):
-        """Add a move of averages: fp32 [n] before and after, their weights, these in the average's dtype, and
-        which are far from their weight. said: the rate that it should have; 0.0 where nobody says.
-        """
-        away = old != rounded
-        finite = old.isfinite() & new.isfinite() & held.isfinite()
-        none = torch.zeros_like(old)
-        old, new, held = (torch.where(finite, side, none) for side in (old, new, held))
-        gap, move = (held - old).where(far, 0.0), (new - old).where(far, 0.0)
-        along = move * gap
-        differs = finite & (new != 0) & (new != held)
-        rows = {
-            "looks": one_an_entry([1 / n for n in lengths], lengths, old).expand_as(old),
-            "entries": torch.ones_like(old),
-            "infinite": ~finite,
-            "away": away,
-            "copied": away & (new == rounded),
-            "square": new.square(),
-            "weight_square": held.square(),
-            "product": new * held,
-            "gap_square": gap.square(),
-            "move_square": move.square(),
-            "along": along,
-            "path": along.abs(),
-            "spread": along.square(),
-            "said": said * gap.square(),
-            "seen": differs,
-            "bf16": differs & (new.bfloat16().float() == new) & (held.bfloat16().float() != held),
-        }
-        sums = self.put(rows, index, lengths)
-        size = (sums["gap_square"] * sums["move_square"]).sqrt()
-        self.row("cosine")[index] += (sums["along"] / size.clamp_min(1e-300)).where(size > 0, 0.0)
-        self.row("directed")[index] += (size > 0).double()
-
-    def compare(self, now, then, ways, index, lengths):
-        """Compare averages with what they were, fp32 [n]: they go no farther than their weights are away.
-        ways: from the averages then to their weights then and now, [n] each.
-        """
-        squares = totals([(now - then).square(), then.square(), *[way.square() for way in ways]], lengths)
-        jump, size, *reach = squares.sqrt()
-        reach = sum(reach)
-        jumps = (jump > 1.5 * reach) & (jump > 0.1 * size)
-        self.sums = self.sums.to(now.device)
-        self.row("jumps")[index] += jumps.double()
-        farthest = torch.where(jumps, jump / reach.clamp_min(1e-300), 0.0)
-        self.row("jumped")[index] = torch.maximum(self.row("jumped")[index], farthest)
-
-    def overtake(self, now, then, ways, index, lengths):
-        """Compare averages that have moved before with where they were, fp32 [n]: their decay lets them go
-        less than a quarter of the way to their weights, then or now. ways: as of `compare`.
-        """
-        before, way = ways
-        along, size, other = totals([(now - then) * way, way.square(), before.square()], lengths)
-        longer = torch.maximum(size, other) * size
-        part = torch.where(longer > 0, along / longer.sqrt().clamp_min(1e-300), 0.0)
-        moved = self.row("move_square")[index] > 0
-        taken = (part > 0.5) & moved
-        self.row("overtaken")[index] += taken.double()
-        part = torch.where(taken, part, 0.0)
-        self.row("overtook")[index] = torch.maximum(self.row("overtook")[index], part)
 
 
 def rounded_by_tensor(values, dtypes, lengths):
@@ -277,36 +185,23 @@ class Look:
 
 
 class Writes:
-    """What the writes of several steps lost: Tallies of weights, of second moments and of each average, with
-    one column a tensor of `named_params`.
+    """What the writes of several steps lost: Tallies of weights and of second moments, with one column a
+    tensor of `named_params`.
 
-    optimizer: answers `decay` and `coded` too (see Rounded). averages: {name: EMA, or what has
-    its `shadow` and `decay`, which may be None}. `before` is a pre-step hook of torch optimisers; call
-    `after` once the averages have been updated, or `stepped` after the step and `averaged` after the average.
+    optimizer: answers `decay` and `coded` too (see Rounded). `before` is a pre-step hook of torch optimisers;
+    call `after` once the step is done.
     """
 
-    def __init__(self, optimizer, named_params, averages, pick=sample_entries):
+    def __init__(self, optimizer, named_params, pick=sample_entries):
         self.optimizer = optimizer
         self.named_params = list(named_params)
-        self.ema = averages
         self.pick = pick
         count = len(self.named_params)
         self.weights = Tally(count)
         self.moments = Tally(count)  # second moments that shrink
         self.growth = Tally(count)  # second moments that grow
-        self.averages = {name: Tally(count) for name in averages}
-        self.averaging = {name: Averaging(count) for name in averages}
-        # {name of an average: (numbers of its tensors, it and its weights at the last look, the step of that,
-        # the fastest rate that it may have had)}
-        self.last = {}
-        self.step = 0  # of the loop
-        self.forget()
-        self.at = {"moments", "averages"}  # what the next look compares, beside weights
-
-    def forget(self):
-        """Forget the step that was begun."""
-        self.look = None
-        self.shadows = {}  # {name of an average: (numbers of its tensors, their samples)}
+        self.look = None  # at the step that was begun; None where it has no gradients
+        self.with_moments = True  # whether the next look compares second moments too
 
     @torch.no_grad()
     def before(self, optimizer, args, kwargs):
@@ -323,33 +218,11 @@ class Writes:
             if sample.numel():  # a rank may have no rows of a tensor
                 factor = scale.get(p, 1.0) if isinstance(scale, dict) else scale
                 rows.append((i, p, sample.float() * factor))
-        self.look = Look(self.optimizer, rows, self.pick, "moments" in self.at) if rows else None
-        if "averages" in self.at:
-            for name, average in self.ema.items():
-                self.shadows[name] = self._shadow(average)
-
-    def _shadow(self, average):
-        """(numbers of the tensors that the average has, their samples, cloned)."""
-        shadow = average.shadow
-        index, samples = [], []
-        for i, (name, _) in enumerate(self.named_params):
-            if name not in shadow:
-                continue
-            sample = self.pick(shadow[name])
-            if sample.numel():
-                index.append(i)
-                samples.append(sample.clone())
-        return index, samples
+        self.look = Look(self.optimizer, rows, self.pick, self.with_moments) if rows else None
 
     @torch.no_grad()
     def after(self):
-        """Compare it with what was written."""
-        self.stepped()
-        self.averaged()
-
-    @torch.no_grad()
-    def stepped(self):
-        """Compare what the optimiser wrote."""
+        """Compare it with what the optimiser wrote."""
         look = self.look
         if look is None:
             return
@@ -370,57 +243,3 @@ class Writes:
         self.moments.add(may_stay, look.v, look.aim, look.new_v, shrinks, look.v.clamp_min(1e-30), **at)
         grows = look.aim > look.v
         self.growth.add(may_stay, look.v, look.aim, look.new_v, grows, look.aim.clamp_min(1e-30), **at)
-
-    @torch.no_grad()
-    def averaged(self, held=None, now=None):
-        """Compare what the averages took over. Entries within 2 ulp of their weight are left out: they are as
-        near to it as their format lets them be.
-
-        held, now: what the optimiser holds of the tensors that the only average has, flat, and their samples
-        in the average, where that is known already.
-        """
-        for name, (index, before) in self.shadows.items():
-            if index:
-                self._add_average(name, index, before, held, now)
-        self.forget()
-
-    def _add_average(self, name, index, before, held, now):
-        average = self.ema[name]
-        named = [self.named_params[i] for i in index]
-        lengths = [t.numel() for t in before]
-        dtypes = [t.dtype for t in before]
-        if held is None:
-            parts = [
-                self.optimizer.held(p, self.pick).to(t.device)
-                for (_, p), t in zip(named, before, strict=True)
-            ]
-            held = torch.cat(parts)
-        if now is None:
-            shadow = average.shadow
-            now = [self.pick(shadow[key]) for key, _ in named]
-        old = torch.cat([t.float() for t in before])
-        new = torch.cat([t.float() for t in now])
-        rounded = rounded_by_tensor(held, dtypes, lengths)
-        gap = held - old
-        ulps = one_an_entry([torch.finfo(dtype).eps for dtype in dtypes], lengths, old) * old.abs()
-        far = gap.abs() > 2 * ulps
-        narrow = any(dtype.itemsize < 4 for dtype in dtypes)
-        rate = measured_rate(old, new, gap, narrow)
-        said = said_rate(average, rate)
-        then, average_then, held_then, step, rate_then = self.last.get(name, (None, None, None, 0, 0.0))
-        # where nobody says, the highest that was ever seen
-        fastest = fastest_rate(average) or max(rate, rate_then)
-        if then == index and average_then.shape == old.shape:
-            ways = [held_then - average_then, held - average_then]
-            self.averaging[name].compare(old, average_then, ways, index, lengths)
-            most = 1 - (1 - min(1.0, max(fastest, rate_then, 0.0))) ** (self.step - step)
-            if most < 0.25 and not narrow:
-                self.averaging[name].overtake(old, average_then, ways, index, lengths)
-        self.averaging[name].compare(new, old, [gap], index, lengths)
-        self.averaging[name].add(old, new, held, rounded, far, said or 0.0, index, lengths)
-        self.last[name] = index, new, held, self.step, fastest
-        if torch.equal(new, rounded):
-            return  # it took the weights as they are, as most averages do at their first step
-        target = old + (rate if said is None else said) * gap
-        may_stay = rounded_by_tensor(target, dtypes, lengths) == old
-        self.averages[name].add(may_stay, old, target, new, far, index=index, lengths=lengths)

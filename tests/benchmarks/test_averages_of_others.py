@@ -1,19 +1,14 @@
-"""experiments/averages.py: rules of other tools, against the tools where they are here; what is measured."""
+"""bench.py averages: rules of other tools, against the tools where they are here; what is measured."""
 
+import itertools
 import json
 
 import pytest
 import torch
 from common import BF16, same
 
-from benchmarks import averages
-from benchmarks.averages import (
-    RULES,
-    diffusers_decay,
-    main,
-    measure_rules,
-    weight_path,
-)
+import bench
+from benchmarks.averages import DECAYS, RULES, diffusers_decay, measure_rules, weight_path
 
 
 def steps(count=60, n=400):
@@ -48,9 +43,10 @@ def test_fp32_arrives_bf16_to_nearest_does_not_and_stochastic_rounding_does():
         assert found[name][1] > 3 * found["OneTrainer, stochastic"][1], name
 
 
-def test_the_command_prints_every_rule_and_writes_json(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(averages, "measure_rules", lambda decay, steps: measure_rules(decay, steps, n=50))
-    assert main(["--steps", "30", "--json", str(tmp_path / "found.json")]) == 0
+def test_the_command_prints_every_rule_and_keeps_its_figures(capsys, tmp_path):
+    found = tmp_path / "found.json"
+    assert bench.main(["averages", "--steps", "5", "--out", str(found)]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in RULES)
-    assert set(json.loads((tmp_path / "found.json").read_text())) == {"0.99", "0.999", "0.9999"}
+    rows = json.loads(found.read_text())["results"]
+    assert {(row["rule"], row["decay"]) for row in rows} == set(itertools.product(RULES, DECAYS))

@@ -15,7 +15,7 @@ from lowprec.layers import block_product, fp4
 from lowprec.layers.block_formats import BLOCK_FORMATS
 from lowprec.layers.block_product import rotated
 from lowprec.layers.fp4 import FP4Options
-from lowprec.layers.fp8 import Options, Scaling
+from lowprec.layers.fp8 import FP8, Options, Scaling
 from lowprec.layers.fp8_product import INPUT_OPERAND
 from lowprec.layers.quantise import quantise
 from lowprec.precision import Precision, recipe
@@ -285,7 +285,7 @@ def test_nets_that_can_not_are_told_which_layer_and_why():
     ]
     for model, flags, words in cases:
         refused(functools.partial(Precision, model, recipe(**flags)), words)
-    assert Precision(net(), recipe(fp8=True, fp8_recipe="mxfp8")).recipe.fp8.backend == "emulate"
+    assert Precision(net(), recipe(fp8=True, fp8_recipe="mxfp8")).part(FP8).options.backend == "emulate"
 
 
 def test_what_casts_lose_is_counted():

@@ -121,8 +121,8 @@ def test_the_update_that_is_expected_is_the_one_that_fp32_weights_take(name, opt
     x, y = batches(1, seed=7)[0]
     run.backward(F.mse_loss(run(x, torch.arange(8.0)), y))
     held = p.detach().flatten().clone()
-    expected = run.optimizer.wanted(p, p.grad.flatten().clone())
-    run.step()
+    expected = run.optimizer.wanted(p, 0.5 * p.grad.flatten())
+    run.optimizer.step(grads={q: q.grad for q in run.params}, grad_scale=0.5)
     moved = p.detach().flatten() - held
     assert (moved - expected).norm() < 1e-4 * expected.norm() and expected.norm() > 0
     assert run.optimizer.still(p) and not run.optimizer.moment(p, "exp_avg").any()

@@ -57,7 +57,7 @@ def moments(**values):
 
 def directed(cosine):
     average = dict(cosine=cosine, directed=1.0)
-    return lambda watch: put(watch.writes.averaging["ema"], number(watch, LAST), **average)
+    return lambda watch: put(watch.averages.path, number(watch, LAST), **average)
 
 
 def stands(arrived):
@@ -89,7 +89,7 @@ def masked(share):
 
 def averages(decay=None, dtype=torch.float32, **values):
     def change(watch):
-        put(watch.writes.averages["ema"], number(watch, LAST), **values)
+        put(watch.averages.taken, number(watch, LAST), **values)
         shadow = {name: t.to(dtype) for name, t in watch.ema.shadow.items()}
         watch.ema = SimpleNamespace(shadow=shadow, decay=decay, begun=True)
 
@@ -410,7 +410,7 @@ def test_every_row_is_sorted_the_worst_first(healthy):
 def test_an_average_late_in_a_long_loop_is_a_finding(healthy):
     young = changed(healthy, averages(0.9999, **WANTED, arrived=1.0))
     averages(0.9999, **WANTED, arrived=1.0)
-    put(young.writes.averages["ema"], 0, **WANTED, arrived=1.0)
+    put(young.averages.taken, 0, **WANTED, arrived=1.0)
     assert says(young, "ema", "note", "100% of the start remains after 12 steps")
     young.steps = 3000
     assert says(young, "ema", "moderate", "74% of the start remains after 3000 steps")

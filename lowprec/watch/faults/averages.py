@@ -140,7 +140,7 @@ def average_copies(one):
                "update it after each step, in fp32", above=0.5, rank=2.0)
 def average_stood(one):
     """Looks between which the average did not move, although it is away from its weight."""
-    return None if one.average.arrived or not one.ema.begun else one.extra.stood
+    return None if one.average.arrived or not one.ema.begun else one.averaging.stood
 
 
 @severe_of_ema("the average stands still in {dtype}: none of the wanted movement is written",
@@ -216,9 +216,9 @@ def average_young(one):
                  "average all that trains, buffers aside", rank=1.2)
 def average_lacks(seen):
     """Trained tensors that the average has not, while it has others."""
-    shadow = seen.names if seen.watch.ema is None else seen.watch.ema.shadow
+    shadow = seen.watch.ema.shadow
     missing = [name for name in seen.names if name not in shadow]
-    return Figure(len(missing), all=len(seen.names), name=missing[0]) if missing else None
+    return Figure(len(missing), all=len(seen.names), name=missing[0]) if shadow and missing else None
 
 
 of_its_counter = functools.partial(averages_of_run, family="counter of the average")
@@ -245,8 +245,7 @@ def average_never_updated(seen):
 def average_not_begun(seen):
     """Looks at which the counter of torch's AveragedModel says that it was never updated."""
     average = seen.watch.ema
-    stands_at_0 = average is not None and not average.begun and not seen.watch.averages.moves
-    return seen.watch.looks if stands_at_0 else None
+    return None if average.begun or seen.watch.averages.moves else seen.watch.looks
 
 
 @of_its_counter("the counter of the average stands at {count:g}, while the average moves",

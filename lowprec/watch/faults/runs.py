@@ -132,8 +132,8 @@ def shrinking_lost(exam):
 def average_lost(exam):
     """Share of the wanted movement of an average that is lost."""
     done = exam.checkpoint["step"]
-    for name, tally in exam.writes.averages.items():
-        average, site = exam.precision.averages[name], exam.title(name)
+    for name, writes in exam.averages.items():
+        tally, average, site = writes.taken, writes.average, exam.title(name)
         q = average.decay
         remedy = f"--set {site}=fp32, or {site}_update=stochastic"
         if site.startswith("average "):
@@ -153,8 +153,8 @@ def average_not_arrived(exam):
     note of a run so short that the default decay has not arrived either: it is young, not ill.
     """
     steps = max(exam.checkpoint["step"], exam.config.steps)
-    for name in exam.writes.averages if exam.start else ():
-        decay = exam.precision.averages[name].decay
+    for name, writes in exam.averages.items() if exam.start else ():
+        decay = writes.average.decay
         remains = decay**steps
         if remains > 0.1:
             told = dict(steps=steps, decay=decay, less=max(0.0, 1 - 3 / steps))
