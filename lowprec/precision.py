@@ -99,7 +99,8 @@ class Options:
         if self.groups is not None:
             self.groups = list(map(build.listed_group, self.groups))
         names = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay", "seed")
-        self.of_optimizer = {name: getattr(self, name) for name in names}  # what build.build takes by name
+        # what build.build takes by name
+        self.of_optimizer = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 def shows_options(init: Callable) -> Callable:
@@ -174,7 +175,7 @@ class Precision:
         self.recipe = r.keeping(self.options.optimizer, *of_groups)  # with the sites of its optimisers
         kinds = wanted_parts(self)
         # what no optimiser takes is refused while the net is still as it came
-        check_numbers({name: value for name, value in self.options.of_optimizer.items() if value is not None})
+        check_numbers(self.options.of_optimizer)
         if self.options.groups is not None:
             trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
             build.trained_groups(self.options.groups, trained)
@@ -365,8 +366,8 @@ class Precision:
             report.update(part.after_step())
         for average in self.averages.values():
             average.update()
-        for part in parts:
-            report.update(part.end())
+        if measure:
+            report.update(parts[-1].figures())
         self.zero_grad()
         return report
 

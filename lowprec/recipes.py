@@ -162,8 +162,7 @@ class Recipe:
         """What a recipe that runs loses: one line each, with the arithmetic. [] for a healthy recipe.
         optimizer: its name; one of `peers.PEER_OPTIMIZERS` writes in its own way.
         """
-        losses = rules.LossFacts(self, beta2, ema_decay, lr, weight_decay, micro_batches, optimizer)
-        found = rules.sentences(rules.LOSS_RULES, losses)
+        found = list(rules.losses(self, beta2, ema_decay, lr, weight_decay, micro_batches, optimizer))
         for name, site in self.sites.items():
             if self[name] in site.warn:
                 found.append(site.warn[self[name]])

@@ -123,13 +123,6 @@ def stochastic_round(x, noise):
     return torch.where(x == x, rounded_bits, x).to(torch.bfloat16)  # infinity carries nothing: it stays
 
 
-def rounded(x, dtype, noise=None):
-    """fp32 x in `dtype`: bf16 stochastically where there is noise, anything else to nearest."""
-    if noise is not None and dtype == torch.bfloat16:
-        return stochastic_round(x, noise)
-    return x.to(dtype)
-
-
 def split_master(x):
     """fp32 -> (bf16 weight, int16 remainder) with (weight << 16) + remainder = the bits of x, exactly.
 
@@ -378,4 +371,4 @@ def ema_kernel(average, weights, low, share, key, stochastic):
     noise = noise_bits(average.numel(), key)[0] if stochastic else None
     old = average.float()
     new = old + (exact_weight(weights, *low) - old) * share[0]
-    average.copy_(rounded(new, average.dtype, noise))
+    average.copy_(on_grid(new, LOST_BITS[average.dtype], noise))

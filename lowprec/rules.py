@@ -1,23 +1,20 @@
-"""What can't be had, and what a recipe loses: tables of rules, each a condition with its sentence.
+"""What can't be had, in tables of rules, each a condition with its sentence; and what a recipe loses.
 
-    refuse(RECIPE_RULES, r)                # raises Refused with the sentence of the first rule that holds
-    lines = sentences(LOSS_RULES, losses)  # of all rules that hold
+    refuse(RECIPE_RULES, r)    # raises Refused with the sentence of the first rule that holds
+    lines = losses(r, ...)     # of a recipe that works
 
 All rules of a table get one argument, the facts:
 
     RECIPE_RULES     Recipe        which sites go together
     NET_RULES        nn.Module     the model of a Precision
     SETTING_RULES    a run         the other arguments of a Precision; its parts have rules of their own
-    LOSS_RULES       LossFacts     what a recipe that works loses
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,11 +49,6 @@ def refuse(rules: tuple[Rule, ...], facts: Any) -> None:
     for rule in rules:
         if rule.when(facts):
             raise Refused(rule.sentence(facts))
-
-
-def sentences(rules: tuple[Rule, ...], facts: Any) -> list[str]:
-    """The sentences of all rules that hold, in the order of the table."""
-    return [rule.sentence(facts) for rule in rules if rule.when(facts)]
 
 
 # ---- Flags -------------------------------------------------------------------------------------------------
@@ -231,180 +223,107 @@ SETTING_RULES = (
     ),
 )
 
-# gradients that come all at once, or are to be summed, come too late for an update within backward
-RELEASE_ALONE_RULES = (
-    Rule(
-        lambda run: run.compiled,
-        "the backward pass of a compiled net gives all gradients at once, so --grad_release would free none "
-        "early: drop it, or --compile",
-    ),
-    Rule(
-        lambda run: run.processes > 1,
-        "--grad_release updates before several processes have summed their gradients: use one process, or "
-        "drop it",
-    ),
-)
-
-
-def check_alone(forward: Callable | None = None, processes: int = 1) -> None:
-    """Raise Refused where gradients come too late to be released. forward: what calls the net, if that is not
-    the net itself.
-    """
-    if isinstance(forward, PARALLEL_WRAPPERS[0]):
-        processes = 2
-    compiled = hasattr(forward, "_orig_mod")  # torch.compile made it of a module
-    refuse(RELEASE_ALONE_RULES, types.SimpleNamespace(compiled=compiled, processes=processes))
-
-
 # ---- What a recipe loses -----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class LossFacts:
-    """A recipe and the numbers that decide what it loses; optimizer: its name, or its class."""
+def losses(r, beta2, ema_decay, lr, weight_decay, micro_batches, optimizer) -> Iterator[str]:
+    """What a Recipe that works loses, a line each. The numbers that decide it: as of Recipe.warnings."""
+    peer = PEER_OPTIMIZERS.get(optimizer)
+    writes = {"update": r.update, "kahan": r.kahan, "moments": r.update}
+    if peer:
+        writes.update(peer.writes)
 
-    recipe: Any
-    beta2: float
-    ema_decay: float
-    lr: float
-    weight_decay: float
-    micro_batches: int
-    optimizer: Any
-
-    @property
-    def peer(self) -> Any:
-        """What is known of an optimiser by other people; None for others."""
-        return PEER_OPTIMIZERS.get(self.optimizer)
-
-    def remedy(self, text: str) -> str:
+    def remedy(text):
         """What keeps the loss away: a peer knows none of our ways to round."""
-        if self.peer:
-            return f"use --stochastic without --optimizer {self.optimizer}"
-        return text
+        return f"use --stochastic without --optimizer {optimizer}" if peer else text
 
-    @functools.cached_property
-    def writes(self) -> dict[str, str]:
-        """How the optimiser writes weights, moments and decay."""
-        r = self.recipe
-        own = {"update": r.update, "kahan": r.kahan, "moments": r.update}
-        return {**own, **self.peer.writes} if self.peer else own
+    # how long a step is beside a weight, of the optimisers whose steps have the size lr: AdamW and Lion
+    step_size = ""
+    if not {"momentum", "row_var"} & set(r.values):
+        step_size = f"a step of lr={lr:g} on a weight of 0.05 is {lr / 0.05:.2g} of it, and "
 
-    @property
-    def nearest_moments(self) -> bool:
-        """Whether moments are rounded to nearest."""
-        return self.writes["moments"] == "nearest"
+    # small updates that go into the momentum, and come back late: at 1e-4 they still come in time
+    returns_late = r.low_weights and writes["update"] == "eco" and lr <= 1e-5
+    if returns_late:
+        yield (
+            f"update=eco on bf16 weights: {step_size}steps under 2^-9..2^-8 (0.002..0.004) "
+            "of a weight wait in the momentum until they add up: the lower the rate, the longer; "
+            f"{remedy('at the rates of a finetuning use --stochastic instead')}"
+        )
+    keeps_nothing = writes["kahan"] == "off" and r.master == "none"
+    small_updates = r.low_weights and writes["update"] == "nearest" and keeps_nothing
+    if small_updates:
+        yield (
+            f"update=nearest on bf16 weights: {step_size}steps under 2^-9..2^-8 "
+            f"(0.002..0.004) of a weight vanish; {remedy('add --stochastic, --kahan or --master split')}"
+        )
+    decays_to_nearest = r.low_weights and writes.get("decay") == "nearest"
+    if weight_decay and (small_updates or decays_to_nearest):
+        yield (
+            f"weight decay moves a weight by lr*wd = {lr * weight_decay:.2g} of itself, "
+            f"below half an ulp (0.002): alone it is always lost in bf16; {remedy('--stochastic keeps it')}"
+        )
 
-    @property
-    def format(self) -> Format:
-        """Of the codes of second moments; of floats one that loses nothing."""
-        return FORMATS.get(self.recipe.exp_avg_sq, Format())
-
-    @property
-    def small_updates(self) -> bool:
-        """Whether updates of bf16 weights under half an ulp are lost."""
-        keeps_nothing = self.writes["kahan"] == "off" and self.recipe.master == "none"
-        return self.recipe.low_weights and self.writes["update"] == "nearest" and keeps_nothing
-
-    @property
-    def returns_late(self) -> bool:
-        """Whether such updates go into the momentum, and come back late: at 1e-4 they still come in time."""
-        return self.recipe.low_weights and self.writes["update"] == "eco" and self.lr <= 1e-5
-
-    @property
-    def decay(self) -> bool:
-        """Whether weight decay, taken by itself, is lost."""
-        decays_to_nearest = self.recipe.low_weights and self.writes.get("decay") == "nearest"
-        return bool(self.weight_decay) and (self.small_updates or decays_to_nearest)
-
-    @property
-    def step_size(self) -> str:
-        """How long a step is beside a weight, of the optimisers whose steps have the size lr: AdamW and Lion.
-        """
-        if {"momentum", "row_var"} & set(self.recipe.values):
-            return ""
-        return f"a step of lr={self.lr:g} on a weight of 0.05 is {self.lr / 0.05:.2g} of it, and "
-
-    @property
-    def factors(self) -> list[str]:
-        """Second moments by row and column that are held in bf16."""
-        return [name for name in ("row_var", "col_var") if self.recipe.values.get(name) == "bf16"]
-
-    @property
-    def slow_average(self) -> bool:
-        """Whether the average moves by less than half an ulp of bf16 where it is near the weights."""
-        return self.recipe.ema == "bf16" and 1 - self.ema_decay < 2**-7
-
-    @property
-    def average_noise(self) -> float:
-        """Relative noise of a bf16 average that is rounded stochastically.
-
-        Each write adds up to an ulp, which decays at rate 1-decay only: it settles near ulp * sqrt(1/12 ..
-        1/4) / sqrt(2 (1-decay)), of which this is the worst.
-        """
-        return 0.4 * 2**-8 / math.sqrt(2 * (1 - self.ema_decay))
+    yield from _losses_of_moments(r, beta2, writes["moments"] == "nearest", remedy)
+    yield from _losses_of_an_average(r, ema_decay)
+    if r.compute == "fp16" and r.loss_scale == "none":
+        yield (
+            "loss_scale=none with fp16: gradients below 6e-8 become 0 and above 65504 infinite; use --set "
+            "loss_scale=dynamic (default)"
+        )
+    if r.low_weights and r.accumulate == "bf16" and micro_batches > 1:
+        yield (
+            f"accumulate=bf16 over {micro_batches} micro-batches: relative error near "
+            f"{2**-9 * math.sqrt(micro_batches / 3):.2%} of the gradient; --set accumulate=fp32 costs "
+            "4 bytes a parameter"
+        )
 
 
-LOSS_RULES = (
-    Rule(
-        lambda lost: lost.returns_late,
-        lambda lost: f"update=eco on bf16 weights: {lost.step_size}steps under 2^-9..2^-8 (0.002..0.004) "
-        "of a weight wait in the momentum until they add up: the lower the rate, the longer; "
-        f"{lost.remedy('at the rates of a finetuning use --stochastic instead')}",
-    ),
-    Rule(
-        lambda lost: lost.small_updates,
-        lambda lost: f"update=nearest on bf16 weights: {lost.step_size}steps under 2^-9..2^-8 "
-        f"(0.002..0.004) of a weight vanish; {lost.remedy('add --stochastic, --kahan or --master split')}",
-    ),
-    Rule(
-        lambda lost: lost.decay,
-        lambda lost: f"weight decay moves a weight by lr*wd = {lost.lr * lost.weight_decay:.2g} of itself, "
-        f"below half an ulp (0.002): alone it is always lost in bf16; {lost.remedy('--stochastic keeps it')}",
-    ),
-    Rule(
-        lambda lost: lost.recipe.exp_avg_sq == "bf16" and lost.nearest_moments and 1 - lost.beta2 < 2**-8,
-        lambda lost: f"exp_avg_sq=bf16, nearest: decaying by 1-beta2 = {1 - lost.beta2:.2g} is under half an "
-        "ulp (2^-9..2^-8), so v can grow and never shrink; "
-        f"{lost.remedy('use --stochastic, --set exp_avg_sq=fp32 or beta2 <= 0.99')}",
-    ),
-    Rule(
-        lambda lost: lost.format.gap and lost.nearest_moments,
-        lambda lost: f"exp_avg_sq={lost.format.name}, nearest: a decay by 1-beta2 = {1 - lost.beta2:.2g} "
-        f"under half a gap between codes ({lost.format.gap} of the value) is lost: where some gradients of a "
-        f"block drop, their v stays too high and their steps too short; {lost.remedy('add --stochastic')}",
-    ),
-    Rule(
-        lambda lost: lost.format.lowest > 0.01,
-        lambda lost: f"exp_avg_sq={lost.format.name}: no code lies below {lost.format.lowest:g} of the "
-        f"largest in a block, so entries whose gradients are below {lost.format.lowest**0.5:g} of its "
-        "largest take steps too short; --set exp_avg_sq=log4 (as many bits) or int8 reaches further down",
-    ),
-    Rule(
-        lambda lost: lost.factors and lost.nearest_moments,
-        lambda lost: f"{' and '.join(lost.factors)} in bf16, nearest: at step t they move by t^-0.8 of a "
-        "difference, from step 1,000 on under half an ulp (2^-8), so they stand still; use --stochastic or "
-        "--set row_var=fp32 --set col_var=fp32",
-    ),
-    Rule(
-        lambda lost: lost.slow_average and lost.recipe.ema_update == "nearest",
-        lambda lost: f"ema=bf16, nearest: an entry moves only while |w-ema| > "
-        f"{2**-9 / (1 - lost.ema_decay):.2g} |ema| (half an ulp over 1-decay): the average freezes far from "
-        "the weights; use --set ema=fp32 (default) or ema_update=stochastic",
-    ),
-    Rule(
-        lambda lost: lost.slow_average and lost.recipe.ema_update == "stochastic",
-        lambda lost: f"ema=bf16, stochastic: unbiased, but rounding noise of an entry settles near "
-        f"{lost.average_noise:.1%} of its value; --set ema=fp32 (default) has none",
-    ),
-    Rule(
-        lambda lost: lost.recipe.compute == "fp16" and lost.recipe.loss_scale == "none",
-        "loss_scale=none with fp16: gradients below 6e-8 become 0 and above 65504 infinite; use --set "
-        "loss_scale=dynamic (default)",
-    ),
-    Rule(
-        lambda lost: lost.recipe.low_weights and lost.recipe.accumulate == "bf16" and lost.micro_batches > 1,
-        lambda lost: f"accumulate=bf16 over {lost.micro_batches} micro-batches: relative error near "
-        f"{2**-9 * math.sqrt(lost.micro_batches / 3):.2%} of the gradient; --set accumulate=fp32 costs "
-        "4 bytes a parameter",
-    ),
-)
+def _losses_of_moments(r, beta2, nearest, remedy):
+    """As `losses`, of second moments. nearest: whether moments are rounded so."""
+    if r.exp_avg_sq == "bf16" and nearest and 1 - beta2 < 2**-8:
+        yield (
+            f"exp_avg_sq=bf16, nearest: decaying by 1-beta2 = {1 - beta2:.2g} is under half an "
+            "ulp (2^-9..2^-8), so v can grow and never shrink; "
+            f"{remedy('use --stochastic, --set exp_avg_sq=fp32 or beta2 <= 0.99')}"
+        )
+    form = FORMATS.get(r.exp_avg_sq, Format())  # of floats one that loses nothing
+    if form.gap and nearest:
+        yield (
+            f"exp_avg_sq={form.name}, nearest: a decay by 1-beta2 = {1 - beta2:.2g} "
+            f"under half a gap between codes ({form.gap} of the value) is lost: where some gradients of a "
+            f"block drop, their v stays too high and their steps too short; {remedy('add --stochastic')}"
+        )
+    if form.lowest > 0.01:
+        yield (
+            f"exp_avg_sq={form.name}: no code lies below {form.lowest:g} of the "
+            f"largest in a block, so entries whose gradients are below {form.lowest**0.5:g} of its "
+            "largest take steps too short; --set exp_avg_sq=log4 (as many bits) or int8 reaches further down"
+        )
+    factors = [name for name in ("row_var", "col_var") if r.values.get(name) == "bf16"]
+    if factors and nearest:
+        yield (
+            f"{' and '.join(factors)} in bf16, nearest: at step t they move by t^-0.8 of a "
+            "difference, from step 1,000 on under half an ulp (2^-8), so they stand still; use --stochastic "
+            "or --set row_var=fp32 --set col_var=fp32"
+        )
+
+
+def _losses_of_an_average(r, ema_decay):
+    """As `losses`."""
+    # it moves by less than half an ulp of bf16 where it is near the weights
+    slow_average = r.ema == "bf16" and 1 - ema_decay < 2**-7
+    if slow_average and r.ema_update == "nearest":
+        yield (
+            f"ema=bf16, nearest: an entry moves only while |w-ema| > "
+            f"{2**-9 / (1 - ema_decay):.2g} |ema| (half an ulp over 1-decay): the average freezes far from "
+            "the weights; use --set ema=fp32 (default) or ema_update=stochastic"
+        )
+    if slow_average and r.ema_update == "stochastic":
+        # each write adds up to an ulp, which decays at rate 1-decay only: relative noise settles near
+        # ulp * sqrt(1/12 .. 1/4) / sqrt(2 (1-decay)), of which this is the worst
+        noise = 0.4 * 2**-8 / math.sqrt(2 * (1 - ema_decay))
+        yield (
+            f"ema=bf16, stochastic: unbiased, but rounding noise of an entry settles near "
+            f"{noise:.1%} of its value; --set ema=fp32 (default) has none"
+        )

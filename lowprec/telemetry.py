@@ -199,7 +199,7 @@ class Measures(Part):
 
         return noted
 
-    def after_step(self):
+    def figures(self):
         norms = [self.norms[p] for p in self.run.params if p in self.norms]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         count = self.run.ranks.sum(sum(map(int, self.nonfinite.values())))
@@ -209,10 +209,7 @@ class Measures(Part):
         found["skipped_steps"] = 0
         for part in self.run.parts:
             found.update(part.figures())
+        if self.run.ema is not None:
+            self.run.ema.catch_up()
+            found.update(self.writes.averaged())
         return found
-
-    def end(self):
-        if self.run.ema is None:
-            return {}
-        self.run.ema.catch_up()
-        return self.writes.averaged()

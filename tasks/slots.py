@@ -279,21 +279,16 @@ class Place(nn.Module):
 
 
 class FrameEncoder(nn.Module):
-    """Frames [B, 3, H, W] -> inputs of slot attention [B, N, width], by four 5x5 convolutions, places, norm
-    and MLP. stride: of the first.
+    """Frames [B, 3, H, W] -> inputs of slot attention [B, N, width], by convolutions, places, norm and MLP.
+    stride: of the first convolution; kernels: pixels a side that each of them sees.
     """
 
-    def __init__(self, channels, width, stride):
+    def __init__(self, channels, width, stride, kernels=(5, 5, 5, 5)):
         super().__init__()
-        self.conv = nn.Sequential(
-            nn.Conv2d(3, channels, 5, stride, 2),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 5, 1, 2),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 5, 1, 2),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 5, 1, 2),
-        )
+        layers = [nn.Conv2d(3, channels, kernels[0], stride, kernels[0] // 2)]
+        for kernel in kernels[1:]:
+            layers += [nn.ReLU(), nn.Conv2d(channels, channels, kernel, 1, kernel // 2)]
+        self.conv = nn.Sequential(*layers)
         start_evenly(self.conv)
         self.place = Place(channels)
         self.norm = nn.LayerNorm(channels)

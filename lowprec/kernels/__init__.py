@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..rounding import Way, ema_kernel, noise_bits, rounded
+from ..rounding import Way, ema_kernel, noise_bits, stochastic_round
 from .compiled import fused
 
 # ---- A step ------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def write(x, held, key, compiled):
 
 
 def _write_kernel(x, held, key):
-    held.copy_(rounded(x, held.dtype, noise_bits(x.numel(), key)[0]))
+    held.copy_(stochastic_round(x, noise_bits(x.numel(), key)[0]))
 
 
 # ---- Codes -------------------------------------------------------------------------------------------------

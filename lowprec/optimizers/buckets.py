@@ -66,9 +66,9 @@ class Bucket:
 
     def check(self, name_of, grads):
         """Raises Refused for tensors that no step can take. name_of: parameter -> what it is called."""
-        here, there = self.local(self.params), self.local(grads)
-        for p, own, g, shape in zip(self.params, here, there, self.local_shapes, strict=True):
-            name = name_of(p)
+        for p, g, shape in zip(self.params, grads, self.local_shapes, strict=True):
+            name, own = name_of(p), local_tensor(p)
+            g = None if g is None else local_tensor(g)
             if own.shape != shape:
                 raise Refused(f"{name} is {list(own.shape)}, and was {list(shape)}: make a new optimiser")
             if g is not None and g.is_sparse:
@@ -87,10 +87,6 @@ class Bucket:
     def local_shapes(self):
         """The shapes of our rows."""
         return self.shapes
-
-    def local(self, tensors):
-        """Our rows of each."""
-        return tensors
 
     def gather(self, tensors):
         """Flat [numel]: a view of a single contiguous tensor, else a copy."""
@@ -204,10 +200,6 @@ def scale_of(grad_scale, p):
 
 class Rows:
     """Which rows of tensors are ours. These are all; parts/spread.py has those of a rank."""
-
-    def local(self, t):
-        """Our rows of a tensor, without its graph."""
-        return t.detach()
 
     buckets = staticmethod(Bucket.group)
     before_step: tuple = ()  # called with all buckets of a step, and grad_of, before the first is written

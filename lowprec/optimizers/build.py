@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import nn
 
 from ..errors import Refused, check_choice
 from ..formats import FORMATS
@@ -35,10 +36,10 @@ def classes_of(name):
     return (kind, *classes_of(kind.others))
 
 
-def divided_groups(groups, name, net=None):
+def divided_groups(groups, name, net):
     """Parameter groups of which each optimiser has what it takes: those of an optimiser with `others` in two.
 
-    name: the optimiser of groups without an `optimizer`. net: tells hidden layers; None: by shape alone.
+    name: the optimiser of groups without an `optimizer`. net: tells hidden layers.
     """
     found = []
     for group in groups:
@@ -49,16 +50,13 @@ def divided_groups(groups, name, net=None):
             found.append(group)
             continue
         params = [group["params"]] if torch.is_tensor(group["params"]) else list(group["params"])
-        if net is None:
-            hidden, stacks = hidden_matrices(params), ()
-        else:
-            hidden, stacks = hidden_matrices(net), stacks_of(net)
+        hidden, stacks = hidden_matrices(net), stacks_of(net)
         own = [p for p in params if p in hidden and p not in stacks]
         apart = [p for p in params if p in hidden and p in stacks]
         rest = [p for p in params if p not in hidden]
         if own:
             found.append({**group, "params": own, "optimizer": kind})
-            if net is not None and any(p.dim() == 3 for p in own):
+            if any(p.dim() == 3 for p in own):
                 found[-1]["kernels"] = True
         if apart:
             found.append({**group, "params": apart, "optimizer": kind})
@@ -249,31 +247,17 @@ PEER_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}  # as AdamW has
 MOMENTUM_OPTIONS = ("momentum", "nesterov")  # options of some of ours
 
 
-def build(
-    name,
-    params,
-    r,
-    *,
-    lr=None,
-    betas=None,
-    eps=None,
-    momentum=None,
-    nesterov=None,
-    weight_decay=0.0,
-    seed=0,
-    net=None,
-    away=None,
-):
+def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **options):
     """The optimiser of recipe `r`: ours by name, a peer by name as its authors publish it, or a stranger's.
 
     name: an entry of OPTIMIZER_NAMES, a subclass of Rounded, or a function params -> torch.optim.Optimizer.
-    params: parameters, or groups with options of their own, `optimizer` among them. lr to nesterov: None for
-    the optimiser's own; a stranger's gets none. net: the module that they belong to, which tells hidden
-    layers. away: a lowprec.Offload for the moments of ours. Raises Refused when the name is unknown, the
-    package absent, the peer can't serve the recipe, or none here has an eps or a momentum that was given.
+    params: parameters, or groups with options of their own, `optimizer` among them. options: lr, betas, eps,
+    momentum and nesterov, where they are not to be the optimiser's own; a stranger's gets none. net: the
+    module that the parameters belong to; without it no hidden layer is known. away: a lowprec.Offload for the
+    moments of ours. Raises Refused when the name is unknown, the package absent, the peer can't serve the
+    recipe, or none here has an eps or a momentum that was given.
     """
-    given = dict(lr=lr, betas=betas, eps=eps, momentum=momentum, nesterov=nesterov)
-    options = {key: value for key, value in given.items() if value is not None}
+    net = nn.Module() if net is None else net
     params = list(params)
     groups = params if params and isinstance(params[0], dict) else [{"params": params}]
     groups = divided_groups([dict(group) for group in groups], name, net)
@@ -335,7 +319,7 @@ def title_of_optimizer(optimizer, name):
 
 def _build_ours(kind, params, r, options, seed, away, net):
     """One of ours, of parameter groups that belong to it alone."""
-    names = {p: name for name, p in net.named_parameters()} if net is not None else {}
+    names = {p: name for name, p in net.named_parameters()}
     own = {"update": r.update, "kahan": r.kahan == "on", "master": r.master, "seed": seed}
     own.update(away=away, param_names=names, kinds={})
     for moment in kind.moments:
@@ -393,6 +377,5 @@ def _build_peer(name, params, r, options, net):
         raise Refused(f"--optimizer {name} is for bf16 parameters only: add --pure_bf16 and no islands")
     own = {key: value for key, value in options.items() if key not in MOMENTUM_OPTIONS}
     made = peer.make(params, {**PEER_DEFAULTS, **own})
-    if net is not None:
-        made.attach(net)
+    made.attach(net)
     return made

@@ -156,11 +156,7 @@ def orthogonalised(matrix, dtype, room=None):
 def hidden_matrices(net):
     """The set of the parameters that Muon takes: matrices, stacks and kernels of the layers between the first
     and the last. Not embeddings, heads and norms, as `roles.roles` and names say, nor the first convolution.
-
-    net: a module, or parameters without names, of which all matrices and kernels are meant.
     """
-    if not isinstance(net, nn.Module):
-        return {p for p in net if _matrix(p, p.dim() > 2)}
     role_of = roles(net)
     stacks = stacks_of(net)
     found, tables = set(), set()

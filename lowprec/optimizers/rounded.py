@@ -34,7 +34,7 @@ from ..rounding import (
     on_grid,
 )
 from .answers import RoundedAnswers
-from .buckets import ALL, Bucket, StepTable, Writing, rows_of, scale_of, whole_alone
+from .buckets import ALL, Bucket, StepTable, Writing, local_tensor, rows_of, scale_of, whole_alone
 from .groups import OPTIONS_NOT_OURS, check_dtypes, check_numbers, check_options, check_rule, name_of
 from .state import HERE, KINDS, KeptState, described, holds
 
@@ -392,7 +392,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
                 if values:
                     view.copy_(values[name])
                 elif name == bucket.writing.way.name:
-                    view.copy_(bucket.writing.way.low(self.rows.local(p)))
+                    view.copy_(bucket.writing.way.low(local_tensor(p)))
                 else:
                     view.zero_()
         self.share_state(bucket)

@@ -78,15 +78,11 @@ class Part:
         return write
 
     def after_step(self):
-        """After the optimiser's step, before the averages. Returns telemetry."""
+        """After the optimiser's step. The averages follow. Returns telemetry."""
         return {}
 
     def figures(self):
         """{name: number} of a measured step."""
-        return {}
-
-    def end(self):
-        """After the averages. Returns telemetry."""
         return {}
 
     def forget(self):

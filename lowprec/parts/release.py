@@ -21,9 +21,18 @@ import torch
 from ..errors import Refused
 from ..optimizers.build import all_ours
 from ..precision import clip_factor
-from ..rules import RELEASE_ALONE_RULES, Rule, check_alone
+from ..rules import Rule
 from ..telemetry import report_of_run
 from .part import ONE_RANK, Part
+
+# gradients that come all at once, or are to be summed, come too late for an update within backward
+OF_A_COMPILED_NET = (
+    "the backward pass of a compiled net gives all gradients at once, so --grad_release would free none "
+    "early: drop it, or --compile"
+)
+OF_SEVERAL_PROCESSES = (
+    "--grad_release updates before several processes have summed their gradients: use one process, or drop it"
+)
 
 # ---- Release -----------------------------------------------------------------------------------------------
 
@@ -87,7 +96,8 @@ class Release:
     def _begin(self):
         """One table for all of the step's updates, whichever of them come."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            check_alone(processes=torch.distributed.get_world_size())
+            if torch.distributed.get_world_size() > 1:
+                raise Refused(OF_SEVERAL_PROCESSES)
         for wait in self.before:
             wait()
         for part in self.parts:
@@ -156,7 +166,8 @@ RELEASE_RULES = (
         "--fp16 skips a step in which a gradient overflows, and --grad_release has updated by then: use "
         "--bf16, or --fp16 --set loss_scale=none",
     ),
-    *RELEASE_ALONE_RULES,
+    Rule(lambda run: run.compiled, OF_A_COMPILED_NET),
+    Rule(lambda run: run.processes > 1, OF_SEVERAL_PROCESSES),
     Rule(
         lambda run: run.options.states_on != "device",
         "--grad_release steps within backward, where it is not known which moments come next "
@@ -183,7 +194,10 @@ class Released(Part):
         return grads[p]
 
     def check_forward(self, wrapper):
-        check_alone(wrapper)
+        if hasattr(wrapper, "_orig_mod"):
+            raise Refused(OF_A_COMPILED_NET)
+        if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
+            raise Refused(OF_SEVERAL_PROCESSES)
 
     @property
     def has_written(self):

@@ -21,9 +21,6 @@ from ..optimizers.buckets import ENTRIES_A_BLOCK, Bucket, Rows, is_spread, local
 class RankRows(Rows):
     """The rows of this rank."""
 
-    def local(self, t):
-        return local_tensor(t)
-
     def buckets(self, tensors, keys, blocks=None):
         found = []
         for bucket in Bucket.group(tensors, keys):
@@ -216,9 +213,6 @@ class RankBucket(Bucket):
     @property
     def local_shapes(self):
         return [self.part.rows]
-
-    def local(self, tensors):
-        return [None if t is None else local_tensor(t) for t in tensors]
 
     def views_of_codes(self, codes, lengths):
         return [codes]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .. import evidence
 from ..advice.plot import figure_class
-from ..advice.text import aligned
+from ..advice.text import layout
 from ..errors import Refused, in_one_line
 from .intervals import LEVEL_OF_A_LOOK, LEVEL_OF_WHOLE, Mean, mean_at_level, of_whole_training
 
@@ -190,7 +190,7 @@ class Book:
             f"the reference is {self.reference}: its held-out loss falls from {before:.4g} to {after:.4g}, "
             f"in the mean of {count} {'seeds' if count > 1 else 'seed'}",
             "",
-            *aligned([HEADER, *[self._cells(row) for row in self.rows]]),
+            layout([HEADER, *[self._cells(row) for row in self.rows]]),
             "",
             "change: of the held-out loss, in percent of the reference's; plus is worse. In brackets a 95 % "
             "interval, widened for several looks.",
