@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..advice.plot import figure_class
-from ..advice.text import layout
+from ..advice.text import aligned
 from .book import CHAOS, Book, Row
 
 HEADER = ["recipe", "bytes a parameter", "seconds a step", "change [interval], %", "of it writes, %", "pairs"]
@@ -37,7 +37,7 @@ class Answer:
             f"the reference is {book.reference}: its held-out loss falls from {before:.4g} to {after:.4g}, "
             f"in the mean of {count} {'seeds' if count > 1 else 'seed'}",
             "",
-            *layout([HEADER, *[self._cells(row) for row in self.rows]]).splitlines(),
+            *aligned([HEADER, *[self._cells(row) for row in self.rows]]),
             "",
             "change: of the held-out loss, in percent of the reference's; plus is worse. In brackets a 95 % "
             "interval, widened for several looks.",

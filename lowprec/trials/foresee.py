@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ..advice.command import AdviceParser
-from ..advice.text import layout
+from ..advice.text import aligned
 from ..errors import Refused, check_number, in_one_line
 from ..evidence import flags_of_recipe, recipe_key
 from ..formats import FORMATS
@@ -370,7 +370,7 @@ class Forecast:
             if one.unwritten[1.0]:
                 share = one.unwritten[1.0] / lost
                 cells.append([f"  {one.name}", f"{self.unwritten(tensors=[one]):.1%}", f"{share:.1%}"])
-        return layout(cells).splitlines() if len(cells) > 1 else []
+        return aligned(cells) if len(cells) > 1 else []
 
 
 # ---- The face ----------------------------------------------------------------------------------------------
