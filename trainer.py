@@ -39,7 +39,7 @@ from lowprec.parts.ranks import of_a_rank, refuse_whole
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
 from lowprec.trials.schedule import lr_factor
-from precision import check_origin, finish_of, recipe_of_run
+from precision import check_options, check_origin, finish_of, recipe_of_run
 from tasks.task import Rng, to_device
 
 # ---- Trainer -----------------------------------------------------------------------------------------------
@@ -80,6 +80,7 @@ class Trainer:
         self.stop = StopRequest()
         start = None
         if not draws:
+            check_options(self.recipe, c)
             start = self.task.start(self)
         self.precision = self._precision(start)
         self.rates = [float(group["lr"]) for group in self.precision.optimizer.param_groups]

@@ -95,7 +95,7 @@ def smaller_run(c, image_size):
 def late_average(c):
     """The share of the initial weights in the average that is scored, where it is large; else 0."""
     share = c.ema_decay**c.steps
-    late = share > LATE_AVERAGE and c.ema_decay < 1 and not c.ema_warmup
+    late = share > LATE_AVERAGE and not c.ema_warmup
     return share if late else 0.0
 
 

@@ -259,9 +259,8 @@ class FlagParser(OneLineParser):
         self.brief = {"what most runs need": often, "this task's own": own}
         self.topic = None
 
-    def parse_known_args(self, args=None, namespace=None):
-        words = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(self._in_our_words(words), namespace)
+    def parse_known_args(self, args, namespace=None):
+        return super().parse_known_args(self._in_our_words(args), namespace)
 
     def _in_our_words(self, words):
         """Words of a command, with our flags for those that other programs have."""

@@ -17,7 +17,6 @@ from harness.flags import Flag, natural
 from lowprec.errors import Refused
 from lowprec.rounding import Stream, stream
 from lowprec.rules import check_machine
-from precision import check_options
 from tasks.generation import BINS
 from tasks.image_sets import Tensors
 from tasks.students import NEEDS_TEACHER, TEACHER, TEACHER_STEPS, Student
@@ -77,7 +76,6 @@ class Reflow(Student):
     # -- the teacher
 
     def start(self, run):
-        check_options(self.recipe, self.config)
         self.teacher = teacher = self.read_teacher(run)
         path = run.folder / PAIRS_FILE
         if path.exists():

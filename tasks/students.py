@@ -18,7 +18,7 @@ from harness.flags import Flag, thousand
 from lowprec.errors import Refused
 from lowprec.precision import Precision
 from lowprec.rules import Rule, check_machine
-from precision import check_options, recipe_of_run
+from precision import recipe_of_run
 from tasks import metrics
 from tasks.diffusion import RFlow
 from tasks.generation import TIMESTEPS
@@ -191,7 +191,6 @@ class Student(RFlow):
     def start(self, run):
         if not self.config.teacher:
             return super().start(run)
-        check_options(self.recipe, self.config)
         teacher = self.read_teacher(run)
         check_machine(teacher.recipe, run.device)
         self._check_known(teacher, run)

@@ -28,7 +28,7 @@ from lowprec.errors import Refused
 from lowprec.roles import roles
 from lowprec.rounding import Stream, stream
 from lowprec.rules import refuse
-from precision import check_options, check_origin, recipe_of_run
+from precision import check_origin, recipe_of_run
 from tasks import data as datasets
 
 VALIDATED_ITEMS = 256  # held-out items that `Task.validate` looks at
@@ -204,7 +204,6 @@ class Task:
         run: the Trainer. Asked also when the run goes on from a checkpoint of its own.
         """
         c = self.config
-        check_options(self.recipe, c)
         if not c.finetune:
             check_origin(self.recipe, None)
         if not c.finetune or run.folder.has_checkpoint:

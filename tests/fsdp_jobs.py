@@ -447,12 +447,13 @@ def over_steps(steps, file):
     step = [0]
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     own = torch.cat([g.flatten() for g in gradients(dist.get_rank(), torch.bfloat16)])
-    mean = reduction.StochasticMean(params, 5, lambda: step[0])
+    low = ["reduce=bf16", "reduce_update=stochastic"]
+    mean = reduction.mean_of_ranks(recipe(sites=low), params, 5, lambda: step[0])
     total = torch.zeros(len(own), dtype=torch.float64)
     for step[0] in range(steps):
         total += mean.mean(own, params).double()
     nearest = {"all": own.float()}
-    reduction.NearestMean(torch.bfloat16).sums(nearest)
+    reduction.mean_of_ranks(recipe(sites=low[:1]), params).sums(nearest)
     told(file, dict(stochastic=(total / steps).tolist(), nearest=nearest["all"].tolist()))
 
 

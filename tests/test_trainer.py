@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 import types
@@ -260,6 +261,13 @@ def test_peak_memory_is_that_of_training(monkeypatch):
     monkeypatch.setattr(trainer, "peak_memory", lambda device: 7 << 20)
     assert quick("--samples", 30) == 0  # scored again, nothing trained
     assert summary()["peak_memory"] == 5 << 20
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_good_checkpoint(capsys):
+    assert quick("--lr", 1e30, "--log_every", 50, "--checkpoint_every", 1, steps=60) == 2
+    line = one_line(capsys)
+    assert re.search(r"the loss is (nan|inf) at step \d+", line) and "--lr" in line
+    assert all(t.isfinite().all() for t in checkpoint()["precision"]["model"].values())
 
 
 def test_a_shorter_run_does_not_pass_a_longer_one_off_as_its_own(capsys):

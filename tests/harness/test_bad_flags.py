@@ -81,6 +81,54 @@ FLAGS = {  # flags: what is said, "" for anything
     "--data :": "unknown data set",
     "--task classify.py:Classify": "",
     "--task folder.py:A": "",
+    "--set emma=bf16": "unknown site 'emma'",
+    "--set ema=bf17": "'bf17' is no value of ema",
+    "--set ema": "no value of ema",
+    "--set compute=tf32": "can't run on cpu",
+    "--device cuda": "no CUDA device",
+    "--average 0.9": "DECAY:DTYPE",
+    "--stochastic": "add --pure_bf16",
+    "--optimizer adamx": "unknown; choose from",
+    "--task segment --model dit": "no model 'dit'",
+    "--size huge": "unknown size",
+    "--size mini --image_size 9": "9",
+    "--image_size 4": "is not a whole number from 8",
+    "--trial --batch_size auto": "give a number",
+    "--stepz 3": "unrecognized arguments: --stepz 3; near it is --steps",
+    "--step 3": "unrecognized arguments",  # no abbreviations: a new flag would change their meaning
+    "--lr nan": "above 0",
+    "--ema_decay 1": "below 1",
+    "--label_dropout 2": "from 0 to 1",
+    "--label_dropout 0 --guidance 3": "never trains",
+    "--sample_steps 1001": "from 1 to 1000",
+    "--samples 1": "above 1",
+    "--task paint": "invalid choice",
+    "--task classify --samples 20": "--samples is for --task rflow, reflow, distill, consistency and ddpm",
+    "--task vae --guidance 2": "add one of these, or drop it",
+    "--task ddpm --velocity noise-clean": "--velocity is for --task rflow",
+    "--task language --image_size 16": "a text has no images",
+    "--task steve --data folder:folder --clips 5": "--clips 5 is of --data sprites",
+    "--pairs 5": "--pairs is for --task reflow, and this is --task rflow: add --task reflow",
+    "--condition masks --guidance 3": "give --guidance 1",
+    "--white 4095": "--white says how image files are read",
+    "--data synthetic --pages all": "--pages says how image files are read",
+    "--task language --white 4095": "--white says",
+    "--task steve --pages all": "--pages says",
+    "--weight_decay_on all": "does nothing without --weight_decay",
+    "--optimizer sgd --momentum 0 --nesterov on": "set momentum",
+    "--optimizer lion --momentum 1.5": "not a number from 0 to below 1",
+    "--optimizer sgd --eps 1e-6": "choose adamw or muon",
+    "--optimizer adafactor --eps 1e-6": "has no eps; drop it, or choose adamw or muon, or --least_rms",
+    "--optimizer muon --least_rms 0.05": "has no least_rms; drop it, or choose adafactor",
+    "--optimizer torch --least_rms 0.05": "has no least_rms; drop it, or choose adafactor",
+    "--runs . --name file": "--name",
+    "--check --dry_run": "not allowed with",
+    "--check --pure_bf16": "looks at the machine alone",
+    "--config nowhere.yaml": "nowhere.yaml",
+    "--config folder": "folder",
+    "--sample nowhere": "no checkpoint at nowhere",
+    "--sample folder": "no checkpoint at folder",
+    "--sample=": "no checkpoint",
     "--config pipe": "no file",
     "--config /dev/zero": "no file",
     "--finetune pipe": "no checkpoint",
@@ -101,12 +149,28 @@ def plant_traps():
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: repr(flags[:40]))
-def test_flags(flags, capsys):
+def test_flags(flags, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     plant_traps()
-    base = [] if flags.startswith(("--sample ", "--diagnose ")) else [*BASE, "--steps", 1]
-    line = is_refused(capsys, command, *base, *flags.split(" "))
+    line = is_refused(capsys, command, "--steps", 1, *flags.split(" "))
     assert FLAGS[flags] in line and not Path("runs").exists()
     assert Path("/dev/null").is_char_device() and Path("link").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--batch_size 9", "use a multiple of 2"),
+        ("--batch_size 8 --pure_bf16 --optimizer torchastic", "--optimizer torchastic"),
+        ("--batch_size 8 --device cpu", "this torch has no gloo"),
+        ("--batch_size 8 --device cpu --fsdp", "this torch has no gloo"),
+    ],
+)
+def test_what_several_processes_cannot_do(flags, said, capsys, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    assert said in is_refused(capsys, command, "--steps", 1, *flags.split())
 
 
 def test_an_export_replaces_safetensors_and_empty_files_alone(mine, capsys):
@@ -125,6 +189,10 @@ def test_an_export_replaces_safetensors_and_empty_files_alone(mine, capsys):
 # ---- YAML --------------------------------------------------------------------------------------------------
 
 YAML = {
+    "stepz: 3": "unknown key 'stepz'",
+    "pure_bf16: 1": "true or false",
+    "set: {ema: bf17}": "'bf17' is no value of ema",
+    "lr: {a: 1}": "lr is one value, not a mapping",
     "steps: " + "9" * 5000: "",
     "steps: 3\nsteps: 4": "twice",
     "set: {ema: bf16, ema: fp32}": "twice",

@@ -1,5 +1,6 @@
 """Files of a run that are damaged, another's, or closed: one line and status 2, and nothing is changed."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,8 +12,10 @@ import attacked
 import numpy as np
 import pytest
 from attacked import BASE, DEEP, again, arrays, is_refused, line_of
-from cli import command
+from cli import after_step, checkpoint, command
 from rank_server import ask
+
+from harness import run_folder
 
 trained, mine = attacked.trained, attacked.mine
 
@@ -97,6 +100,48 @@ def test_a_folder_of_partial_files_alone_is_none(capsys):
     assert again(steps=1) == 0
     left = {path.name for path in Path("runs/run").glob("*.part")}
     assert left <= {"config.json.part"}  # of the old form, which had no number
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--lr", 1e-4], "--lr was 0.001 and is 0.0001"),
+        (["--pure_bf16"], "--pure_bf16 was False and is True"),
+        (["--model", "vit"], "--model was cnn and is vit"),
+        (["--set", "ema=bf16"], "--set was [] and is ['ema=bf16']"),
+    ],
+)
+def test_a_folder_of_other_flags_is_refused(flags, said, mine, capsys):
+    line = is_refused(capsys, again, *flags)
+    assert said in line and "--name" in line
+
+
+def test_a_folder_from_before_a_flag_existed_goes_on(mine, capsys):
+    old = json.loads((mine / "config.json").read_text())
+    del old["flags"]["loss_weight"]
+    (mine / "config.json").write_text(json.dumps(old))
+    assert "--loss_weight was 1.0 and is 7.0" in is_refused(capsys, again, "--loss_weight", "7")
+    assert again() == 0
+
+
+# ---- A full disk -------------------------------------------------------------------------------------------
+
+
+def full(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_no_space_for_a_checkpoint(mine, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        after_step(patch, 5, lambda run: patch.setattr(os, "fsync", full))
+        assert "no space left" in line_of(capsys, again("--checkpoint_every", 2, steps=8))
+    assert checkpoint()["step"] == 4 and not list(Path("runs").rglob("*.part"))
+    assert again("--checkpoint_every", 2, steps=8) == 0
+
+
+def test_no_space_for_a_line_of_metrics(monkeypatch, capsys):
+    monkeypatch.setattr(run_folder.Folder, "log", full)
+    assert "no space left" in line_of(capsys, again())
 
 
 # ---- What may not be read, or written ----------------------------------------------------------------------

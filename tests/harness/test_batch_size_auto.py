@@ -161,8 +161,10 @@ def test_no_batch_is_larger_than_the_data(monkeypatch, capsys):
     Full(monkeypatch, 10**6)
     cli.plant_folder("photos", 40)  # of these some are held out
     given = dict(name="run", batch_size="auto", data="folder:photos", image_size=8)
-    assert batch_size.chosen_batch_size(trainer.Trainer, strategies.settle(given, typed=True)) == 32
+    run = strategies.settle(given, typed=True)
+    assert batch_size.chosen_batch_size(trainer.Trainer, run) == 32
     assert "32 (3.0 of 8.0 GiB with 32 examples here; there are no more" in capsys.readouterr().out
+    assert batch_size.largest_tried(trainer.Trainer, run, torch.device("cpu"), world=2)[0] == 16
 
 
 # ---- Where it is refused -----------------------------------------------------------------------------------

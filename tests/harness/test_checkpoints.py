@@ -4,6 +4,7 @@ and decide nothing but the weights and the net that these fit.
 
 import json
 import os
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -201,13 +202,20 @@ class Payload:
         return os.system, ("touch executed",)
 
 
-@pytest.mark.parametrize("where", [("config",), ("precision", "model"), ("extra",)])
-def test_a_checkpoint_runs_no_code(where, mine, capsys):
-    state = checkpoints.read(mine)
-    at(*where)(Payload())(state)
-    with open(mine / "checkpoint.pt", "w+b") as file:
-        state.pop("format")
-        checkpoints.write_checkpoint(file, state)
+OTHERS = {  # what makes another file of a checkpoint's
+    "code in config": lambda path: plant(path, at("config")(Payload())),
+    "code in the model": lambda path: plant(path, at("precision", "model")(Payload())),
+    "code in a key": lambda path: plant(path, at("extra")(Payload())),
+    "a pickle": lambda path: path.write_bytes(pickle.dumps(Payload(), protocol=2)),
+    "a zipped pickle": lambda path: torch.save({"format": 1, "step": Payload()}, path),
+    "a tensor": lambda path: torch.save(torch.zeros(3), path),
+    "little": lambda path: torch.save({"format": 1}, path),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_that_is_no_checkpoint_is_refused_and_runs_no_code(name, mine, capsys):
+    OTHERS[name](mine / "checkpoint.pt")
     assert "no checkpoint" in is_refused(capsys, again)
     for verb in ("--sample", "--diagnose"):
         assert "no checkpoint" in is_refused(capsys, command, verb, "runs/run")

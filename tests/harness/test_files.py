@@ -66,3 +66,11 @@ def test_an_error_that_is_being_handled_is_no_cause(path):
             raise INTERRUPTS["reader"]()
         except RuntimeError:
             write_atomically(path, failing(OSError(errno.EIO, "Input/output error"), 3))
+
+
+def test_a_link_is_not_replaced_by_a_file(path):
+    link = path.with_name("link")
+    link.symlink_to("/dev/null")
+    with pytest.raises(Refused, match="a link stands there"):
+        write_atomically(link, lambda file: file.write(b"new"))
+    assert link.is_symlink()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from common import BF16, MODES, SHAPES, draw, gradients, held, make, same
+from common import BF16, MODES, draw, gradients, held, make, same
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
@@ -15,41 +15,6 @@ from lowprec.optimizers.buckets import Bucket
 from lowprec.optimizers.rounded import AdamW
 
 # ---- Bit for bit -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "mode, steps, compiled",
-    [
-        ("split", 200, False),
-        ("split", 100, True),
-        ("fp32 master", 100, False),
-        ("fp32", 100, False),
-        ("fp32", 100, True),
-    ],
-)
-def test_equals_torch_adamw_bit_for_bit(monkeypatch, mode, steps, compiled):
-    monkeypatch.setattr(Bucket, "SMALL", 700)  # some tensors copied together, some seen in place
-    initial = [draw(*s, seed=i, scale=0.1) for i, s in enumerate(SHAPES)]
-    # alone in its bucket, and no flat view
-    initial[4] = initial[4].contiguous(memory_format=torch.channels_last)
-    options = dict(betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
-    params, optimizer = make(mode, initial, 3e-3, compiled, **options)
-    reference = [nn.Parameter(t.clone()) for t in initial]
-    theirs = torch.optim.AdamW(reference, 3e-3, **options)
-    for step in range(steps):
-        for p, q, g in zip(params, reference, gradients(step % 91), strict=True):
-            p.grad, q.grad = g.to(p.dtype), g.float()
-        optimizer.step()
-        theirs.step()
-        if step in (0, 1, 10) or step % 100 == 99:
-            for p, q in zip(params, reference, strict=True):
-                assert same(held(optimizer, p), q.detach()), f"{tuple(p.shape)} differs at step {step + 1}"
-                for name in ("exp_avg", "exp_avg_sq"):
-                    assert same(optimizer.state[p][name], theirs.state[q][name].contiguous())
-    for p, q in zip(params, reference, strict=True):
-        nearest = p.dtype == BF16 and (p.float() - q).abs().max() <= 2**-8 * q.abs().max()
-        assert mode == "fp32" or nearest
-    assert (reference[-1] - initial[-1]).abs().max() > 0.05, "nothing was trained"
 
 
 LENGTHS = (*range(1, 41), 4095, 4097)  # every tail of a vector of 16 numbers, small and large
@@ -195,20 +160,3 @@ def test_kahan_with_stochastic_is_unbiased_and_kahan_alone_is_not():
     assert 0 < spread < 2**-19  # half an ulp of the buffer, which is 2^-9 of an ulp of the weight
     assert abs(means["kahan+stochastic"] - exact) < 5 * spread / math.sqrt(n)
     assert abs(means["kahan"] - exact) > 50 * spread / math.sqrt(n)
-
-
-def test_second_moment_freezes_to_nearest_and_decays_with_stochastic_rounding():
-    # 1-beta2 = 0.001 of v is under half an ulp (2^-9..2^-8): with gradients at a hundredth v should fall to
-    # a third
-    final = {}
-    for mode in ("fp32", "nearest", "stochastic"):
-        (p,), optimizer = make(mode, [torch.ones(2000)], 0.0, betas=(0.9, 0.999))
-        optimizer.state[p]["exp_avg_sq"].copy_(torch.linspace(0.5, 1.0, 2000))
-        start = optimizer.state[p]["exp_avg_sq"].float().mean().item()
-        for _ in range(1000):
-            p.grad = torch.full_like(p, 0.01)
-            optimizer.step()
-        final[mode] = optimizer.state[p]["exp_avg_sq"].float().mean().item() / start
-    assert final["fp32"] == pytest.approx(0.999**1000, rel=0.01)
-    assert final["nearest"] == 1
-    assert final["stochastic"] == pytest.approx(final["fp32"], rel=0.02)

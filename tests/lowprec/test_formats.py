@@ -7,9 +7,8 @@ import common
 import pytest
 import torch
 import torch.nn.functional as F
-from common import FLOATS, KINDS, TABLES, coder, same
+from common import FLOATS, KINDS, coder, same
 
-from lowprec import formats
 from lowprec.kernels import compiled as compiling
 from lowprec.rounding import noise_key, uniform
 
@@ -61,20 +60,6 @@ def test_nearest_4_bit_codes_are_those_of_torchao(signed):
     ours = stored(c, x, signed)
     assert torch.equal(ours[0], theirs.codes) and torch.equal(ours[1], theirs.scale)
     assert torch.equal(ours[2], theirs.dequantize().view(-1)) and ours[0].numel() == 2048
-
-
-@signs
-@pytest.mark.parametrize("kind", TABLES)
-def test_the_line_passes_through_every_code_of_the_table(kind, signed):
-    table = coder(kind).table(signed, torch.device("cpu"))
-    line = formats.broken_line(table)
-    up = table[table >= 0].double()
-    row = torch.searchsorted(line[:, 0].contiguous(), up.float(), right=True) - 1
-    value, code, rise = line.double()[row].unbind(1)
-    assert ((code + (up - value) * rise) - torch.arange(len(up))).abs().max() < 1e-4 and len(line) < len(up)
-    if signed:  # what the mirror image takes for granted
-        zero = len(table) // 2 - 1
-        assert torch.equal(-table[:zero].flip(0), table[zero + 1 : -1])
 
 
 # ---- 8-bit floats ------------------------------------------------------------------------------------------

@@ -218,17 +218,6 @@ def test_hooks_of_the_user_survive_and_ours_go(name, generation, when):
     train(run, 1)
 
 
-@pytest.mark.parametrize("generation, dtype", [("fp32", torch.float32), ("bf16", BF16)])
-def test_the_casts_of_islands_are_gone_in_a_copy_of_one_dtype(generation, dtype):
-    generator = run_of("islands", generation).generator()
-    seen = []
-    for name in ("stem", "norm", "middle", "out"):
-        module = generator.net.get_submodule(name)
-        module.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype)))
-    generator(batches(1)[0][0], torch.arange(8.0))
-    assert seen == [(dtype, dtype)] * 4
-
-
 def test_undo_leaves_the_original_alone():
     run = run_of("islands", "compute")
     before = hooks(run.model)

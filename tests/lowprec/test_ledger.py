@@ -81,27 +81,6 @@ def test_ledger_of_peers(optimizer):
     assert why.endswith(f"as {optimizer} does it")
 
 
-SIZES = {
-    "fp32": 16,
-    "bf16": 16,
-    "fp16": 16,
-    "pure_bf16": 8,
-    "stochastic": 8,
-    "kahan": 10,
-    "kahan+stochastic": 10,
-    "split": 14,
-    "fp32 master": 16,
-    "bf16 moments": 12,
-}
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_bytes_a_parameter(name):
-    ledger = start(name).ledger()
-    assert ledger.state_bytes == SIZES[name]
-    assert f"optimiser: {SIZES[name]}.00 bytes" in str(ledger)
-
-
 @pytest.mark.parametrize("name", ["split", "fp32 master", "kahan"])
 def test_what_keeps_the_lost_part_loses_no_update(name):
     (why,) = [row["why"] for row in start(name).ledger().rows if row["site"] == "update"]

@@ -1,4 +1,4 @@
-"""Moments held in codes: the step, the frozen second moment, quality, bytes."""
+"""Moments held in codes: the step, the frozen second moment, states of the old rule."""
 
 import itertools
 
@@ -18,11 +18,10 @@ from common import (
 )
 from torch import nn
 
-from lowprec.optimizers import build
 from lowprec.optimizers.rounded import AdamW
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
-from lowprec.rounding import exact_weight, noise_bits
+from lowprec.rounding import noise_bits
 
 eager = common.eager
 
@@ -183,13 +182,6 @@ def holder(kind, update, beta2):
     return AdamW([p], lr=0.0, betas=(0.9, beta2), exp_avg_sq=kind, update=update), p
 
 
-def test_bitsandbytes_freezes_the_second_moment_of_dropped_gradients():
-    pytest.importorskip("bitsandbytes")
-    p = nn.Parameter(torch.zeros(4096))
-    dropped, others = after_a_drop(build.build("bitsandbytes", [p], recipe(opt8bit=True), lr=0.0), p)
-    assert dropped > 4 and others == pytest.approx(1, abs=0.1)
-
-
 # beta2, and how far too high v of the dropped may and must be; no code of torchao's is under 1/16 of the
 # block's largest, which is above v here
 FROZEN = [
@@ -207,68 +199,7 @@ def test_stochastic_codes_let_the_second_moment_of_dropped_gradients_fall(kind, 
     assert least < dropped < most and others == pytest.approx(1, abs=0.1)
 
 
-# ---- Quality -----------------------------------------------------------------------------------------------
-
-
-def regression(made, p, steps=200):
-    """Share of the distance to the target matrix that is left after training on noisy batches; weights near
-    1, steps of 4e-4."""
-    g = torch.Generator().manual_seed(1)
-    target = 1 + 0.03 * draw(*p.shape, seed=2)
-    before = (torch.ones(p.shape) - target).square().mean()
-    for _ in range(steps):
-        x = torch.randn(64, p.shape[1], generator=g)
-        error = x @ (p.detach().float() - target).T + 0.01 * torch.randn(64, p.shape[0], generator=g)
-        p.grad = (error.T @ x / 64).to(p.dtype)
-        made.step()
-    low = made.low_part(p) if isinstance(made, AdamW) else None
-    return ((exact_weight(p.detach(), low) - target).square().mean() / before).item()
-
-
-def ones(dtype):
-    return nn.Parameter(torch.ones(64, 64, dtype=dtype))
-
-
-def fp32_left():
-    p = ones(torch.float32)
-    return regression(torch.optim.AdamW([p], lr=4e-4, weight_decay=0), p)
-
-
-ALONE = [(kind, "none") for kind in ("int8", "int4", "log4", "e4m3", "flash8")]
-
-
-@pytest.mark.parametrize("kind, master", [*ALONE, ("int8", "split")])
-def test_quality_is_that_of_fp32(kind, master):
-    p, reference = ones(BF16), fp32_left()
-    left = regression(optimizer(kind, [p], lr=4e-4, update="stochastic", master=master), p)
-    assert reference < 0.05 and left < reference + 0.05
-
-
-def test_the_librarys_updates_of_bf16_weights_are_lost():
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    p = ones(BF16)
-    assert regression(bitsandbytes.optim.AdamW8bit([p], lr=4e-4, weight_decay=0), p) > 0.9
-
-
-LENGTHS = (4097, 5001)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_moments_of_odd_lengths_are_near_those_of_fp32(kind):
-    grads = gradients(LENGTHS, 3)
-    params, exact = ([nn.Parameter(torch.ones(n)) for n in LENGTHS] for _ in range(2))
-    made, reference = optimizer(kind, params), AdamW(exact)
-    feed(made, params, grads)
-    feed(reference, exact, grads)
-    # half a gap of the largest value of a block; a block holds one decade
-    tolerance = {"int8": 0.03, "int4": 0.35, "log4": 0.5, "e4m3": 0.1, "e5m2": 0.2, "flash8": 0.03}[kind]
-    for p, q in zip(params, exact, strict=True):
-        for name in ("exp_avg", "exp_avg_sq"):
-            value, wanted = made.moment(p, name), reference.moment(q, name)
-            assert value.shape == wanted.shape == (p.numel(),)
-            assert (value - wanted).norm() < tolerance * wanted.norm()
-            end = slice(p.numel() - p.numel() % 128, None)  # the shorter last block is no worse
-            assert (value - wanted)[end].norm() < 2 * tolerance * wanted[end].norm()
+# ---- Saved by the old rule ---------------------------------------------------------------------------------
 
 
 def test_a_state_that_was_kept_in_fp32_by_the_old_rule_is_encoded():

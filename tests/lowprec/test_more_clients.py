@@ -184,19 +184,6 @@ def sdxl_unet():
 
 
 @client
-def unet_2d():
-    diffusers = need("diffusers")
-    blocks = dict(down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",), layers_per_block=1)
-    sizes = dict(sample_size=8, block_out_channels=(8,), norm_num_groups=4, in_channels=3, out_channels=3)
-
-    def loss(run, step):
-        x = images(step, 8)
-        return F.mse_loss(run(x, torch.tensor([3, 900])).sample, x)
-
-    return Client(lambda: diffusers.UNet2DModel(**blocks, **sizes), loss)
-
-
-@client
 def autoencoder_kl():
     diffusers = need("diffusers")
 
@@ -249,13 +236,6 @@ for name, (model, options, sizes) in TIMM.items():
 
 
 @client
-def vision_transformer():
-    models = need("torchvision").models
-    sizes = dict(image_size=16, patch_size=8, num_layers=1, num_heads=2, hidden_dim=16, mlp_dim=32)
-    return classifier(lambda: models.VisionTransformer(**sizes, num_classes=2), 16)
-
-
-@client
 def frozen_batch_norm():
     ops = need("torchvision").ops
 
@@ -282,12 +262,6 @@ def segmentation(build, shape=(1, 1, 16, 16)):
 def monai_unet():
     nets = need("monai").networks.nets
     return segmentation(lambda: nets.UNet(2, 1, 1, channels=(4, 8), strides=(2,)))
-
-
-@client
-def monai_segresnet():
-    nets = need("monai").networks.nets
-    return segmentation(lambda: nets.SegResNet(2, 8, 1, 1, blocks_down=(1, 1), blocks_up=(1,)))
 
 
 @client

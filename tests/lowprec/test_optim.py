@@ -37,19 +37,6 @@ from lowprec.recipes import recipe
 # ---- Noise of a step ---------------------------------------------------------------------------------------
 
 
-def test_weight_and_moments_of_a_step_round_independently():
-    p = nn.Parameter(torch.full((20000,), 1.0, dtype=BF16))
-    writing = dict(update="stochastic", exp_avg="bf16", exp_avg_sq="bf16")
-    optimizer = AdamW([p], 0.4 * 2**-8, compiled=False, **writing)
-    p.grad = torch.full_like(p, 0.77)
-    optimizer.step()
-    moments = [optimizer.state[p][name].double() for name in ("exp_avg", "exp_avg_sq")]
-    choices = [(p < 1).double(), *((m == m.max()).double() for m in moments)]
-    for a, b in itertools.combinations(choices, 2):
-        assert 0.01 < a.mean() < 0.99 and 0.01 < b.mean() < 0.99
-        assert abs(correlation(a, b)) < 5 / math.sqrt(20000)
-
-
 def test_no_draw_from_the_global_generator():
     p = nn.Parameter(draw(100).to(BF16))
     p.grad = draw(100).to(BF16)

@@ -56,21 +56,6 @@ def test_weights_of_a_file_count_whatever_the_master_was(master):
         assert (w - written[name]).abs().max() < 4e-3, name
 
 
-@pytest.mark.parametrize("master", ["split", "fp32"])
-def test_masks_and_bounds_hold_under_a_master(master):
-    run = Precision(net(), recipe(pure_bf16=True, master=master), lr=1e-2)
-    first, mask = run.model[0].weight, torch.arange(8) % 2
-
-    @torch.no_grad()
-    def bound():
-        first.mul_(mask)
-        run.model[2].weight.clamp_(min=0)
-
-    trained(run, 5, bound)
-    assert not any(p.isnan().any() for p in run.params)
-    assert not first[:, ::2].any() and run.model[2].weight.min() == 0
-
-
 # ---- Containers --------------------------------------------------------------------------------------------
 
 

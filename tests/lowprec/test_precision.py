@@ -194,25 +194,6 @@ def test_the_optimiser_reads_the_fp32_sum():
     assert state["step"] == 1 and not fp32_sums(run)
 
 
-@pytest.mark.parametrize("name", ["fp32", "split"])
-def test_accumulation_averages(name):
-    flags = RECIPES[name] | (dict(sites=["accumulate=fp32"]) if name == "split" else {})
-    one, two = start(flags, lr=1e-2), start(flags, lr=1e-2, accumulate=4)
-    (x, y), t = batches(1)[0], torch.arange(8.0)
-    one.backward(F.mse_loss(one(x, t), y))
-    for _ in range(4):  # the same batch four times is the same gradient
-        two.backward(F.mse_loss(two(x, t), y))
-
-    def gradient(run):
-        return [fp32_sums(run).get(p, p.grad).float() for p in run.params]
-
-    for a, b in zip(gradient(one), gradient(two), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
-    one.step(), two.step()
-    for a, b in zip(one.weights("raw").values(), two.weights("raw").values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
 def test_ranks_can_sum_their_gradients():
     run = start(dict(pure_bf16=True, master="split", sites=["accumulate=fp32"]), accumulate=2)
     handed = []
@@ -518,17 +499,6 @@ def test_a_parameter_that_comes_late_is_refused(options):
     run.optimizer.add_param_group(late)
     run.backward(run(torch.ones(2, 8)).sum())
     refused(run.step, "requires_grad=True, and freeze it then")
-
-
-def test_a_parameter_may_be_frozen_for_a_while():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    run, seen = Precision(model, recipe(pure_bf16=True, stochastic=True), lr=0.1), []
-    for trained in (False, True):
-        model[0].requires_grad_(trained)
-        run.backward(run(torch.ones(2, 8)).sum())
-        run.step()
-        seen.append(model[0].weight.detach().clone())
-    assert not torch.equal(*seen)
 
 
 def test_groups_may_come_from_a_generator_and_not_in_a_set():

@@ -17,7 +17,6 @@ from common import (
     net,
     refused,
     same,
-    same_state,
     start,
     steps,
     through_a_file,
@@ -218,38 +217,6 @@ def test_no_gradient_at_all_is_refused_as_ever():
 
 
 # ---- In a loop of one's own --------------------------------------------------------------------------------
-
-
-def stranger(make, on):
-    """README's loop with an optimiser alone."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 70), nn.ReLU(), nn.Linear(70, 1))
-    model.to(BF16)
-    optimizer = make(model.parameters(), compiled=False)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    if on:
-        Release(optimizer)
-    x, losses = common.draw(64, 8).to(BF16), []
-    for _ in range(20):
-        loss = F.mse_loss(model(x), x[:, :1] * 2)
-        loss.backward()
-        assert all((p.grad is None) == on for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.item())
-    return model, optimizer, losses
-
-
-def adamw(params, **more):
-    return AdamW(params, lr=1e-2, update="stochastic", exp_avg="bf16", exp_avg_sq="bf16", **more)
-
-
-def test_six_lines_of_a_strangers_loop():
-    plain, released = stranger(adamw, False), stranger(adamw, True)
-    assert plain[2] == released[2] and released[2][-1] < 0.3 * released[2][0]
-    for p, q in zip(plain[0].parameters(), released[0].parameters(), strict=True):
-        assert same(p.detach(), q.detach()) and same_state(plain[1].state[p], released[1].state[q])
 
 
 def test_removed_it_is_the_ordinary_step():

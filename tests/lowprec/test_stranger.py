@@ -12,7 +12,6 @@ from torch import nn
 
 from lowprec.optimizers import build
 from lowprec.optimizers.rounded import AdamW
-from lowprec.parts.loss_scale import LossScale
 from lowprec.recipes import recipe
 
 eager = common.eager
@@ -154,19 +153,6 @@ def test_joined_optimisers_resume_with_their_schedule(default):
     refused(lambda: other.optimizer.load_state_dict(saved["run"]["optimizer"]), "another model")
     after = [other.optimizer.moment(p, "exp_avg") for p in other.params]
     assert all(map(same, before, after)), "the first part has taken its share of a state that was refused"
-
-
-def test_joined_optimisers_under_fp16_skip_together():
-    run = joined(dict(fp16=True))
-    train(run, 2)
-    before = {name: w.clone() for name, w in run.weights("raw").items()}
-    x, y = batches(1)[0]
-    run.backward(F.mse_loss(run(x * 1e6, torch.arange(8.0)), y))
-    run.step()
-    assert run.part(LossScale).skipped == 1
-    assert all(same(w, before[name]) for name, w in run.weights("raw").items())
-    train(run, 1)
-    assert not any(same(w, before[name]) for name, w in run.weights("raw").items())
 
 
 def test_joined_optimisers_take_a_closure():

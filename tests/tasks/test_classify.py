@@ -117,6 +117,8 @@ def test_of_many_classes_those_with_most_errors_are_drawn(monkeypatch):
     red, green, _ = grid
     assert torch.equal(red, green), "all cells are empty: none of the three is ever answered"
     assert found.unprinted == ("recall",)
+    monkeypatch.setattr(classify, "PICTURED_CLASSES", 10)
+    assert task().unprinted == ()
 
 
 # ---- Nets --------------------------------------------------------------------------------------------------
@@ -167,6 +169,14 @@ def test_the_vit_is_torchvisions():
 
 
 # ---- BatchNorm ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size, flash", [(8, False), (26, True)])  # 16 patches, and 169
+def test_the_vit_avoids_the_slow_bf16_flash_kernel_on_few_patches(size, flash):
+    net = classify.vit(1, 10, size).bfloat16()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        net(torch.zeros(1, 1, size, size, dtype=torch.bfloat16))
+    assert any("flash_attention" in event.key for event in profile.key_averages()) == flash
 
 
 @pytest.mark.parametrize("buffers", ["fp32", "bf16"])

@@ -145,6 +145,17 @@ def test_weights_of_a_finetuning_are_changed_after_they_are_read():
     assert all(entries.float().mean() > 0.9 for entries in changed)
 
 
+def test_the_command_scales_the_matrices_that_it_begins_with():
+    texts()
+    flags = ["--data", "text:old.txt", "--lr", "1e-12"]
+    assert run(*flags, name="plain", steps=1) == 0
+    assert run(*flags, "--init_scale", 2, name="scaled", steps=1) == 0
+    scaled = weights("scaled")
+    for name, value in weights("plain").items():
+        factor = 2 if value.dim() > 1 else 1
+        torch.testing.assert_close(scaled[name], factor * value, rtol=0, atol=1e-9)
+
+
 # ---- An average that arrives -------------------------------------------------------------------------------
 
 

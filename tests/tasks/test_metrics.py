@@ -208,6 +208,7 @@ def test_fitting_is_reproducible_and_leaves_the_global_generator_alone(digits):
     first, same, other = (torch.cat([p.flatten() for p in fitted.parameters()]) for fitted in nets)
     assert torch.equal(first, same) and not torch.equal(first, other)
     assert (nets[0].features(digits[0]).std(0) - 1).abs().max() < 1e-3
+    assert feature_net.fit_feature_net(torch.zeros(2, 1, 80, 80), steps=2, batch_size=2).image_size == 64
 
 
 def test_a_net_without_labels_learns_rotations(digits):
