@@ -9,7 +9,6 @@ import re
 import sys
 import warnings
 import zipfile
-from pathlib import Path
 
 import torch
 
@@ -131,19 +130,12 @@ def _loaded_shards(path):
     named = json.loads(path.read_text())["weight_map"]
     found = {}
     for name in sorted(set(named.values())):
-        tensors = loaded(_file_in_folder(path.parent, name))
+        tensors = loaded(path.parent / name)
         found.update({key: tensors[key] for key, file in named.items() if file == name and key in tensors})
     missing = sorted(set(named) - set(found))
     if missing:
         raise Refused(f"{path}: its files lack {missing[0]}: they are of another checkpoint")
     return found
-
-
-def _file_in_folder(folder, name):
-    """A file of a folder; the name of one elsewhere is refused."""
-    if Path(name).name != name:
-        raise Refused(f"{folder}: {name} is not a file of this folder")
-    return folder / name
 
 
 # ---- torch.distributed.checkpoint --------------------------------------------------------------------------
@@ -189,7 +181,7 @@ def _put_together(folder, places, sizes):
             continue
         if getattr(place, "transform_descriptors", None):
             raise Refused(f"{folder}: its tensors are compressed; save them as they are")
-        with open(_file_in_folder(folder, place.relative_path), "rb") as file:
+        with open(folder / place.relative_path, "rb") as file:
             file.seek(place.offset)
             part = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
         if tensors[index.fqn] is None:
