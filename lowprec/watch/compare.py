@@ -26,22 +26,6 @@ from .verdicts import Diagnosis
 # ---- Comparing ---------------------------------------------------------------------------------------------
 
 
-def compare(before: str | Path, after: str | Path) -> Diagnosis:
-    """Compare two checkpoints of one training run.
-
-    Args:
-        before, after: paths of the earlier and the later one, safetensors files or what torch.save wrote.
-
-    Returns:
-        Diagnosis: `findings`, the worst first; `status`, 0 for healthy and 1 for findings; str() for a table
-        and a verdict.
-
-    Raises:
-        Refused (a ValueError): a file that is no checkpoint or would run code, and two of different nets.
-    """
-    return diagnosis(read_checkpoint(before), read_checkpoint(after))
-
-
 class Pair:
     """Two Checkpoints, with the weights, averages and states of both."""
 
@@ -59,27 +43,6 @@ class Pair:
             self.states.append(SavedState(key, before.states.get(key, {}), state, key in after.stochastic))
 
 
-def diagnosis(before, after):
-    """Diagnosis of two Checkpoints."""
-    pair = Pair(before, after)
-    found = of_checkpoints.findings(pair)
-    examined = [(of_saved_state, pair.states)]
-    if pair.trained:
-        examined += [(of_saved_weight, pair.weights), (of_saved_average, pair.averages)]
-    for faults, tensors in examined:
-        for one in tensors:
-            found += faults.findings(one, one.name)
-    found.sort(key=lambda finding: finding.rank)
-    head = f"{before.path} and {after.path}: {len(pair.weights)} weights, {len(pair.averages)} of an average"
-    head = f"{head}, states of {len(pair.states)}"
-    sites = {finding.site for finding in found}
-    sound = {}
-    if pair.weights and not sites & {"update", "gains"}:
-        unchanged = sum(int((one.before == one.after).sum()) for one in pair.weights)
-        sound["unchanged entries"] = unchanged / max(1, sum(one.after.numel() for one in pair.weights))
-    return Diagnosis(head, found, sound, harm="bad results")
-
-
 def paired_averages(before, after, weights):
     """[SavedAverage] of the later checkpoint. Raises Refused where the earlier one has others."""
     by_name = {one.name: one for one in weights}
@@ -94,6 +57,38 @@ def paired_averages(before, after, weights):
         weight = by_name.get(weight_names.get(name))
         found.append(SavedAverage(name, t, after.averages[name], weight))
     return found
+
+
+def compare(before: str | Path, after: str | Path) -> Diagnosis:
+    """Compare two checkpoints of one training run.
+
+    Args:
+        before, after: paths of the earlier and the later one, safetensors files or what torch.save wrote.
+
+    Returns:
+        Diagnosis: `findings`, the worst first; `status`, 0 for healthy and 1 for findings; str() for a table
+        and a verdict.
+
+    Raises:
+        Refused (a ValueError): a file that is no checkpoint or would run code, and two of different nets.
+    """
+    pair = Pair(read_checkpoint(before), read_checkpoint(after))
+    found = of_checkpoints.findings(pair)
+    examined = [(of_saved_state, pair.states)]
+    if pair.trained:
+        examined += [(of_saved_weight, pair.weights), (of_saved_average, pair.averages)]
+    for faults, tensors in examined:
+        for one in tensors:
+            found += faults.findings(one, one.name)
+    found.sort(key=lambda finding: finding.rank)
+    head = f"{pair.before.path} and {pair.after.path}: {len(pair.weights)} weights, "
+    head += f"{len(pair.averages)} of an average, states of {len(pair.states)}"
+    sites = {finding.site for finding in found}
+    sound = {}
+    if pair.weights and not sites & {"update", "gains"}:
+        unchanged = sum(int((one.before == one.after).sum()) for one in pair.weights)
+        sound["unchanged entries"] = unchanged / max(1, sum(one.after.numel() for one in pair.weights))
+    return Diagnosis(head, found, sound, harm="bad results")
 
 
 # ---- The command -------------------------------------------------------------------------------------------

@@ -185,10 +185,7 @@ severe_of_ema = functools.partial(of_saved_average, "ema", family="average", sev
 EACH_STEP = "average after each step, in fp32"
 
 
-@severe_of_ema("{figure:,.0f} entries are not finite", BEGIN_ANEW, above=0.0, rank=9.0)
-def average_not_finite(one):
-    """Entries that are not finite."""
-    return entries_not_finite(one)
+severe_of_ema("{figure:,.0f} entries are not finite", BEGIN_ANEW, above=0.0, rank=9.0)(entries_not_finite)
 
 
 @severe_of_ema("the average is {figure:,.0f} times as large as its weight", CHECK_ITS_UPDATE, above=10.0,
