@@ -9,8 +9,10 @@ from .checkpoints import bare_name
 
 # what an average that is an object calls the net that it holds
 NAMES_OF_THE_NET = ("module", "ema_model", "averaged_model", "_average_model", "ema", "model")
-# and the number of its updates
-NAMES_OF_THE_COUNTER = ("optimization_step", "num_updates", "n_averaged", "updates", "step")
+# and the number of its updates: by which it may warm up, that stands where it is not updated, and others
+COUNTERS_OF_WARMUPS = ("optimization_step", "num_updates")
+COUNTERS_OF_UPDATES = (*COUNTERS_OF_WARMUPS, "n_averaged", "updates")
+COUNTERS = (*COUNTERS_OF_UPDATES, "step")
 
 
 class Average:
@@ -57,12 +59,12 @@ class Average:
 
     def counts(self):
         """How often it was updated; None where nobody counts."""
-        return _first_number(self.ema, NAMES_OF_THE_COUNTER)
+        return _first_number(self.ema, COUNTERS)
 
     @property
     def counts_updates(self):
         """Whether its counter stands where it is not updated: some count calls that do nothing."""
-        return _first_number(self.ema, NAMES_OF_THE_COUNTER[:4]) is not None
+        return _first_number(self.ema, COUNTERS_OF_UPDATES) is not None
 
     @property
     def may_begin_late(self):
@@ -89,7 +91,7 @@ class Average:
             is_mean = isinstance(self.ema, torch.optim.swa_utils.AveragedModel) and not any(self.functions)
             return [(1 - 1 / count, 1 - 1 / count)] if is_mean and count else []
         found = [(decay, decay)]
-        count = _first_number(self.ema, NAMES_OF_THE_COUNTER[:2])
+        count = _first_number(self.ema, COUNTERS_OF_WARMUPS)
         if count is not None:  # as torch_ema, and TensorFlow before it, warm up
             warm = min(decay, (1 + count) / (10 + count))
             found.append((warm, warm))
