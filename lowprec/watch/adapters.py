@@ -133,8 +133,9 @@ class Stranger(peers.Peer):
         super().__init__(inner)
         self.silent = set()  # parameters whose copy could not be stepped
         self.forms_v = True  # whether a stranger's second moment is seen to be Adam's
-        self.accumulated = None  # {parameter: {name: (its state, what the copy made of it)}}, if wanted
-        self.decays = {}  # {parameter: what weight decay does of its next update}, of copies
+        # of copies that the last look stepped:
+        self.accumulated = {}  # {parameter: {name: (its state, what the copy made of it)}}
+        self.decays = {}  # {parameter: what weight decay does of its update}
         kind, module = type(inner).__name__, type(inner).__module__
         adam = isinstance(inner, torch.optim.Adam)
         torchs = inspect.unwrap(type(inner).step) is inspect.unwrap(torch.optim.Adam.step)
@@ -233,16 +234,15 @@ class Stranger(peers.Peer):
         told = [i for i, p in enumerate(params) if self._by_arithmetic(p)]
         computed = self._adamw_of_all(told, params, gradients, held, pick)
         stepped = [i for i in range(len(params)) if i not in computed or self.on_trial]
-        self.decays = {}
+        self.decays, self.accumulated = {}, {}
         twins = self._by_copies([params[i] for i in stepped], pick)
         updates = {}
         for i, twin in zip(stepped, twins, strict=True):
             if twin is not None:
                 updates[i] = self._sample(twin.update, pick)
-        if self.on_trial:
-            agree = self._try(params, computed, held, updates)
-            updates = computed if agree else updates
-        for i, update in {**computed, **updates}.items() if self.exact else updates.items():
+        if self.on_trial and not self._try(params, computed, held, updates):
+            computed = {}
+        for i, update in {**updates, **computed}.items():
             found[i] = update
         return found
 
@@ -312,7 +312,7 @@ class Stranger(peers.Peer):
         for p, twin in twins.items():
             if not self.known:
                 self.forms_v &= twin is not None and self._is_adams(twin)
-            elif twin is not None and self.accumulated is not None:
+            elif twin is not None:
                 self.accumulated[p] = dict(self._accumulators(twin, pick))
         return [twins.get(p) for p in params]
 

@@ -9,6 +9,7 @@ from .states import beta_power
 from .sums import Sums, totals
 
 SMALLEST_SQUARE = 1e-37  # fp32 holds no squares below it
+LEAST_ENTRIES_MOVED = 30  # entries, for a variance to be known
 LARGEST_EPS_AGAINST_0 = 1e-6  # of an optimiser: a larger one is more than a guard against dividing by 0
 
 
@@ -102,8 +103,8 @@ class Steps(Sums):
         self.put(rows, look.index, look.lengths)
 
     def add_codes(self, look, answers):
-        """Count what the codes of `orthogonalised_momentum` are off after a step."""
-        now = orthogonalised_momentum(look, answers)
+        """Count what the codes of momentum that is orthogonalised are off after a step."""
+        now = look.momentum_in_codes()
         for k, before in look.codes.items():
             beta, _ = answers.decay(look.params[k], "momentum")
             aim = torch.lerp(before, look.g.split(look.lengths)[k], 1 - beta)
@@ -156,6 +157,17 @@ class Steps(Sums):
     def put_back(self):
         """Share of the weights that steps moved which were put back before the next step."""
         return self.back / max(1.0, self.moved)
+
+    @property
+    def decay_lost(self):
+        """Share of weight decay that was not written for sure: what was written beside the rest of the update
+        is compared with it, entry by entry. Where few entries moved, as by stochastic rounding of tiny steps,
+        nothing is sure.
+        """
+        if self.decay_wanted <= 0 or self.decay_moved < LEAST_ENTRIES_MOVED:
+            return 0.0
+        sure = 6 * self.decay_error**0.5 / self.decay_wanted
+        return min(1.0, max(0.0, 1 - self.decay / self.decay_wanted - sure))
 
 
 def _decay_and_rest(look, finite, answers):
@@ -214,7 +226,7 @@ def _is_fp16(g):
 def _bf16_values(look):
     """Rows of Steps: which entries of the moments before the step are not 0, and which are bf16 numbers."""
     rows = {}
-    for name, moment in (("v", look.v), ("m", getattr(look, "m", None))):
+    for name, moment in (("v", look.v), ("m", look.m)):
         if moment is not None:
             held = moment.isfinite() & (moment != 0)
             rows[f"{name}_held"] = held
@@ -224,19 +236,6 @@ def _bf16_values(look):
 
 def _is_bf16(values):
     return values.bfloat16().float() == values
-
-
-def orthogonalised_momentum(look, answers):
-    """{k: momentum of tensor k, fp32 [n]}, of those in codes whose optimiser orthogonalises it, as Muon."""
-    if "orthogonalise" not in getattr(answers, "sites", ()):
-        return {}
-    coded = [k for k, p in enumerate(look.params) if answers.coded(p, "momentum")]
-    return {k: answers.moment(look.params[k], "momentum", look.pick).float().clone() for k in coded}
-
-
-def first_moments(look, answers):
-    """exp_avg of all tensors, fp32 [n], NaN where there is none; None for optimisers of this library."""
-    return look.read("exp_avg")[0] if hasattr(answers, "inner") else None
 
 
 class Facts:

@@ -31,13 +31,6 @@ def findings(watch):
     return sorted(found, key=lambda finding: finding.rank), sound
 
 
-def shares(watch):
-    """{tensor: {site: share of what was wanted that was not written}}."""
-    if not watch.looks:
-        return {}
-    return {one.name: one.shares() for one in Measured(watch).tensors}
-
-
 def table():
     """All kinds of faults that a Watch knows, as Markdown."""
     return table_of([*of_tensor, *of_average, *of_run, *of_watch_without_steps])

@@ -252,10 +252,6 @@ class Tensor:
         return self.facts.at_zero >= max(3, 0.25 * self.facts.looks)
 
     @property
-    def decay_lost(self):
-        return decay_lost(self.extra)
-
-    @property
     def v(self):
         """Its second moments, fp32 or bf16 [n]; None where there are none."""
         return self.watch.answers.moment(self.p, "exp_avg_sq", self.watch.pick)
@@ -272,18 +268,3 @@ class Tensor:
     @property
     def counter_is_narrow(self):
         return self.facts.counted is not None and self.facts.counted[0] in NARROW_DTYPES
-
-
-LEAST_ENTRIES_MOVED = 30  # entries, for a variance to be known
-
-
-def decay_lost(sums):
-    """Share of weight decay that was not written for sure: what was written beside the rest of the update is
-    compared with it, entry by entry. sums: watch.Steps of a tensor or of all.
-
-    Where few entries moved, as by stochastic rounding of tiny steps, nothing is sure.
-    """
-    if sums.decay_wanted <= 0 or sums.decay_moved < LEAST_ENTRIES_MOVED:
-        return 0.0
-    sure = 6 * sums.decay_error**0.5 / sums.decay_wanted
-    return min(1.0, max(0.0, 1 - sums.decay / sums.decay_wanted - sure))

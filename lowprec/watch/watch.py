@@ -22,9 +22,10 @@ from .adapters import answering, check_states, hooked, renew, skips, unwrapped
 from .average_watch import AverageWatch
 from .averages import Average
 from .clock import MOST_SHARE, Clock
-from .facts import Alive, Facts, Steps, first_moments, orthogonalised_momentum
+from .facts import Alive, Facts, Steps
 from .gradients import Gradients, Passes
 from .masters import Masters
+from .measured import Measured
 from .net_state import floating_buffers
 from .products import Products
 from .states import States
@@ -245,8 +246,6 @@ class Watch:
         self.products.stop()
         renew(self.answers)
         check_states(self.optimizer, self.named)
-        if hasattr(self.answers, "accumulated"):
-            self.answers.accumulated = {}
         self.groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         if self.averages.waiting:
             self.averages.follow(self.steps, last=True)
@@ -266,9 +265,6 @@ class Watch:
         self.teachers.before()
         look = self.writes.look
         self.looking = look is not None
-        if self.looking:
-            look.m = first_moments(look, self.answers)
-            look.codes = orthogonalised_momentum(look, self.answers)
         self.gradients.compare(kwargs.get("grads"), look)
         if not self.looks:
             self.masters.begin(self.states.of)
@@ -355,7 +351,6 @@ class Watch:
         """Compare what the step wrote, and what its counters count."""
         look = self.writes.look
         self.writes.after()
-        look.new_m = first_moments(look, self.answers)
         dtypes = [
             None if self.answers.low_part(p) is not None else dtype
             for p, dtype in zip(look.params, look.dtypes, strict=True)
@@ -376,9 +371,7 @@ class Watch:
 
     def _add_accumulators(self):
         """Compare the other states with those of the fp32 copies that were stepped."""
-        stepped = getattr(self.answers, "accumulated", None)
-        if not stepped:
-            return
+        stepped = getattr(self.answers, "accumulated", {})
         for i, (_, p) in enumerate(self.named):
             for name, (before, aim) in stepped.get(p, {}).items():
                 held = self.states.of(p).get(name)
@@ -391,7 +384,6 @@ class Watch:
                 narrow = before.to(now.dtype)
                 may_stay = (narrow == aim.to(now.dtype)) & (narrow == before)
                 tally.add(may_stay, before, aim, now.float(), index=[i], lengths=[now.numel()])
-        self.answers.accumulated = {}
 
     # -- between two steps
 
@@ -431,7 +423,7 @@ class Watch:
         """{tensor: {site: share of what was wanted that was not written}}, 0 to about 1, of what could be
         measured. Sites: "update" (the weight), "exp_avg_sq" (its shrinking), "ema".
         """
-        return findings.shares(self)
+        return {one.name: one.shares() for one in Measured(self).tensors} if self.looks else {}
 
     def diagnosis(self) -> Diagnosis:
         """The verdict on the whole: its str() is what print(watch) shows."""

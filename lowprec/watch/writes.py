@@ -112,8 +112,8 @@ class Look:
 
     rows: [(number of the tensor, parameter, its gradient [n], fp32)]. index, lengths: the number of each
     tensor and how many entries it has here. What can't be told is NaN. update: what is wanted of the weights;
-    aim: what v should become; `after` adds new (the value held) and new_v. moments: whether to look at v;
-    else v and aim are None.
+    m: exp_avg, None for optimisers of this library; aim: what v should become; `after` adds new (the value
+    held), new_m and new_v. moments: whether to look at v; else v and aim are None.
     """
 
     def __init__(self, optimizer, rows, pick, moments=True):
@@ -127,7 +127,9 @@ class Look:
         self.g = torch.cat(gradients)
         self.held = self._held()
         self.stored = self._stored()
-        self.update = torch.cat(self._wanted(gradients))
+        self.update = torch.cat(optimizer.wanted_together(self.params, gradients, pick, self.held))
+        self.m = self._first_moments()
+        self.codes = self.momentum_in_codes()
         self.v = self.new_v = self.aim = None
         if moments:
             self._aim(gradients)
@@ -155,14 +157,16 @@ class Look:
     def _held(self):
         return torch.cat([self.optimizer.held(p, self.pick) for p in self.params])
 
-    def _wanted(self, gradients):
-        together = getattr(self.optimizer, "wanted_together", None)
-        if together is not None:
-            return together(self.params, gradients, self.pick, self.held)
-        found = []
-        for p, g in zip(self.params, gradients, strict=True):
-            update = self.optimizer.wanted(p, g, self.pick)
-            found.append(torch.full_like(g, math.nan) if update is None else update)
+    def _first_moments(self):
+        return self.read("exp_avg")[0] if hasattr(self.optimizer, "inner") else None
+
+    def momentum_in_codes(self):
+        """{k: momentum of tensor k, fp32 [n]}, of those in codes if the step orthogonalises it, as Muon's."""
+        found = {}
+        for k, p in enumerate(self.params):
+            orthogonalises = "orthogonalise" in getattr(self.optimizer, "sites", ())
+            if orthogonalises and self.optimizer.coded(p, "momentum"):
+                found[k] = self.optimizer.moment(p, "momentum", self.pick).float().clone()
         return found
 
     def read(self, name):
@@ -176,6 +180,7 @@ class Look:
     def after(self):
         """Look again, once the step is done."""
         self.new = self._held()
+        self.new_m = self._first_moments()
         if self.v is not None:
             self.new_v, _ = self.read("exp_avg_sq")
 

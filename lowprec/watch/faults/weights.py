@@ -8,7 +8,6 @@ import torch
 from ...telemetry import values_here
 from .. import net_state
 from ..fault import Figure, of_run, of_tensor
-from ..measured import decay_lost
 from ..verdicts import FINDING_LIMITS, cost_of_nearest
 from .moments import AVOID_FP16
 
@@ -213,9 +212,9 @@ def loses_decay(one):
     speaks for the update.
     """
     lost = one.lost("update")
-    if not lost or one.decay_lost <= of_decay["above"] or lost_to_rounding(one):
+    if not lost or one.extra.decay_lost <= of_decay["above"] or lost_to_rounding(one):
         return False
-    return one.decay_lost * one.extra.decay_path > 0.5 * lost * one.weight.wanted
+    return one.extra.decay_lost * one.extra.decay_path > 0.5 * lost * one.weight.wanted
 
 
 @of_tensor(text="{figure:.0%} of its weight decay is lost", severe_above=FINDING_LIMITS["update"][1],
@@ -225,18 +224,19 @@ def decay_not_written(one):
     """Share of its weight decay that is not written; severe by what all weights lose, where a tensor loses
     decay most of all.
     """
+    lost, of_all = one.extra.decay_lost, one.seen.lost_of_all
     if not loses_decay(one):
-        return Figure(one.decay_lost, whole=0.0)
-    return Figure(one.decay_lost, whole=one.seen.lost_of_all, costs="update", of_all=one.seen.lost_of_all)
+        return Figure(lost, whole=0.0)
+    return Figure(lost, whole=of_all, costs="update", of_all=of_all)
 
 
 @of_run(text="{figure:.0%} of the weight decay of all tensors is lost, which shows most here", **of_decay)
 def decay_of_all(seen):
     """Share of the weight decay of all tensors, where each alone says too little."""
-    if any(one.decay_lost > of_decay["above"] for one in seen.tensors):
+    if any(one.extra.decay_lost > of_decay["above"] for one in seen.tensors):
         return None
     most = max(seen.tensors, key=lambda one: one.extra.decay_wanted)
-    return Figure(decay_lost(seen.watch.extra), most.name)
+    return Figure(seen.watch.extra.decay_lost, most.name)
 
 
 # ---- Numbers that are not finite ---------------------------------------------------------------------------
