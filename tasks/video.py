@@ -54,7 +54,7 @@ class Video(Task):
         Flag(
             "slots",
             None,
-            "how many parts a clip is divided into at most (default: 5 for tiny, 15 for base)",
+            "how many parts a clip is divided into at most (default: 15 for base, 5 for smaller ones)",
             type=several,
             fits=True,
         ),
