@@ -22,23 +22,3 @@ from harness.flags import (
 from lowprec.recipes import Site
 
 from .task import Rng, Task
-
-__all__ = [
-    "Flag",
-    "Rng",
-    "Site",
-    "Task",
-    "amount",
-    "count",
-    "crowd",
-    "few",
-    "fraction",
-    "inner",
-    "natural",
-    "path",
-    "positive",
-    "seed",
-    "several",
-    "share",
-    "thousand",
-]

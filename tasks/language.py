@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import BatchSampler
 
 from harness.files import bytes_of_file
 from harness.flags import Flag, amount, natural, of_size
@@ -407,12 +408,11 @@ class Language(Task):
         a text, as [text] among the scores and as a picture.
         """
         heldout = self.data.heldout
-        everything = list(range(len(heldout)))
         total = 0.0  # nats
         right = 0
         count = 0
-        for start in range(0, len(heldout), WINDOWS_AT_ONCE):
-            ids, targets = heldout[everything[start : start + WINDOWS_AT_ONCE]]
+        for index in BatchSampler(range(len(heldout)), WINDOWS_AT_ONCE, False):
+            ids, targets = heldout[index]
             logits = model(ids.to(rng.device)).float().cpu()  # [B, T, 256]
             total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
             right += (logits.argmax(-1) == targets).sum().item()

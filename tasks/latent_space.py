@@ -14,6 +14,7 @@ import functools
 import math
 
 import torch
+from torch.utils.data import BatchSampler
 
 from harness.checkpoints import check_whole, fingerprint
 from harness.checkpoints import read as read_checkpoint
@@ -240,9 +241,8 @@ class Latents:
         if 4 * values > CACHE_BYTES:
             return part
         packed, labels = [], []
-        for start in range(0, len(part), ENCODED_IMAGES):
-            end = min(start + ENCODED_IMAGES, len(part))
-            images, their_labels = part[list(range(start, end))]
+        for index in BatchSampler(range(len(part)), ENCODED_IMAGES, False):
+            images, their_labels = part[index]
             packed.append(encoded(self.encoder, images.to(device)))
             labels.append(their_labels)
         return Tensors(torch.cat(packed), torch.cat(labels), self.side)

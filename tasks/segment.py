@@ -10,6 +10,7 @@ Scores are Dice and IoU of each class, of all pixels pooled (metrics.py).
 import functools
 
 import torch
+from torch.utils.data import BatchSampler
 
 from harness.flags import Flag
 from lowprec.machine import monai_alone
@@ -105,9 +106,8 @@ class Segment(Task):
                 predicted = sliding_window_inference(whole, sides, at_once, model).float().cpu()
                 counts = counts + metrics.confusion(predicted, volume.mask.long(), self.data.num_classes)
             return counts
-        everything = list(range(len(heldout)))
-        for start in range(0, len(heldout), SEGMENTED_AT_ONCE):
-            images, masks = heldout[everything[start : start + SEGMENTED_AT_ONCE]]
+        for index in BatchSampler(range(len(heldout)), SEGMENTED_AT_ONCE, False):
+            images, masks = heldout[index]
             predicted = model(images.to(rng.device)).float().cpu()
             counts = counts + metrics.confusion(predicted, masks, self.data.num_classes)
         return counts

@@ -21,6 +21,8 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler
 
 from harness import code
 from harness.checkpoints import read as read_checkpoint
@@ -268,8 +270,7 @@ class Task:
         total = 0.0
         count = min(len(items), most)
         chosen = [i * len(items) // count for i in range(count)]  # of all classes, where these come in turn
-        for start in range(0, count, c.batch_size):
-            index = chosen[start : start + c.batch_size]
+        for index in BatchSampler(chosen, c.batch_size, False):
             batch = to_device(items[index], rng.device)
             total += float(self.loss(model, batch, rng, c.steps)) * len(index)
         return total / count
@@ -309,16 +310,11 @@ def two_of_each(data):
 
 def to_device(batch, device):
     """A batch, a tensor or any nest of tuples, lists and dicts of tensors, on another device."""
-    if torch.is_tensor(batch):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        moved = [to_device(value, device) for value in batch]
-        if hasattr(batch, "_fields"):  # a namedtuple
-            return type(batch)(*moved)
-        return type(batch)(moved)
-    return batch
+
+    def moved(leaf):
+        return leaf.to(device, non_blocking=True) if torch.is_tensor(leaf) else leaf
+
+    return tree_map(moved, batch)
 
 
 def picture(images, columns):

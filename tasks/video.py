@@ -6,6 +6,7 @@ encoder that both have.
 
 import torch
 import torch.nn.functional as F
+from torch.utils.data import BatchSampler
 
 from harness.flags import Flag, natural, of_size, several
 from lowprec.errors import Refused
@@ -141,11 +142,10 @@ class Video(Task):
         video_metrics.py.
         """
         heldout = self.data.heldout
-        everything = list(range(len(heldout)))
         sums = {}
         truth, found = [], []
-        for start in range(0, len(heldout), CLIPS_AT_ONCE):
-            batch = heldout[everything[start : start + CLIPS_AT_ONCE]]
+        for index in BatchSampler(range(len(heldout)), CLIPS_AT_ONCE, False):
+            batch = heldout[index]
             clips = batch[0].to(rng.device)
             seen = self.see(model, clips, rng)
             for name, value in self.errors(clips, seen).items():
