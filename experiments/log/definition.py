@@ -98,6 +98,7 @@ class Experiment:
     missed: list = dataclasses.field(default_factory=list)  # titles of its missed predictions
     about: str = ""  # one of front.QUESTIONS: where the index of EXPERIMENTS.md has it
     found: str = ""  # what it found, in a line of that index; its title without one
+    tables: dict = dataclasses.field(default_factory=dict)  # {page of docs/: its table that the arms fill}
     second_reading: str = ""  # why the last weights are scored too, decided on after the results
 
     # load sets two more: `number` ("007") and `folder`
@@ -204,7 +205,6 @@ def _wrong_values(experiment):
         (sound_seeds, "seeds are whole numbers, 0 or more"),
         (not sound_seeds or len(set(seeds)) == len(seeds), "a seed is listed twice"),
         (all(map(is_text, experiment.common)), FLAGS_ARE),
-        (0 <= experiment.loss_margin < math.inf, "loss_margin is in percent, above 0"),
         (pairs == sorted(set(pairs)), "looks are in the order of their pairs"),
         (all(0 < look.level <= VERDICT_LEVEL for look in experiment.looks), "a level is above 0, up to 0.05"),
     ]:
@@ -234,11 +234,7 @@ def _wrong_in_arm(arm):
     name = re.fullmatch(r"[A-Za-z0-9][\w.+=-]*", arm.name)
     for sound, what in [
         (name, "names of arms become folders: letters, digits and _.+=- only"),
-        (0 <= arm.margin < math.inf, "margin must be above 0, and finite"),
         (all(map(is_text, arm.flags)), FLAGS_ARE),
-        (all(map(is_text, arm.cell.values())), 'levels of a cell are strings: {ema = "bf16"}'),
-        (math.isfinite(arm.x), "the x of an arm is a finite number"),
-        (arm.processes > 0, "processes are 1 or more"),
         (arm.processes == 1 or not arm.of, "an arm `of` another has no processes"),
         (arm.marked in ("", *MARK_TEXTS), f"marked is one of {', '.join(MARK_TEXTS)}"),
     ]:

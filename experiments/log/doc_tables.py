@@ -6,11 +6,14 @@ and `report.py --check` says whether it is the one that the records give.
     updated_pages(base, experiments, known)     {path: text} of all pages with their tables
 """
 
+import functools
+
 from benchmarks import training
 from benchmarks.common import BYTES_A_GIB
 from experiments import bench
 from experiments.log import overview, stats
 from experiments.log.analysis import loss_comparison, scores_by_seed
+from experiments.log.tables import interval_text
 from harness.printing import markdown_table
 from lowprec.advice.answer import advise
 from lowprec.advice.subjects import of_count
@@ -83,18 +86,15 @@ ROUNDED_ARMS = {  # --set generation=: the arms of experiment 062 that round wei
 NOT_RECORDED = "-"
 
 
-def loss_change(number, arm, experiments, known):
+def loss_change(arm, known):
     """'+0.37 [+0.33, +0.40] (6)': the change of the held-out loss in percent, its interval, pairs."""
-    experiment = experiments[number]
-    _, pairs, change = loss_comparison(experiment.arm(arm), known)
-    if change is None:
-        return NOT_RECORDED
-    return f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}] ({pairs})"
+    _, pairs, change = loss_comparison(arm, known)
+    return f"{interval_text(change, 2)} ({pairs})" if change else NOT_RECORDED
 
 
-def rounded_table(experiments, known):
-    def said(arm):
-        return "-" if arm is None else loss_change("062", arm, experiments, known)
+def rounded_table(experiment, known):
+    def said(name):
+        return loss_change(experiment.arm(name), known) if name else NOT_RECORDED
 
     table = [["`--set generation=`", "weights to nearest", "weights by GPTQ"]]
     for value, (nearest, by_gptq) in ROUNDED_ARMS.items():
@@ -106,11 +106,10 @@ READ_SUFFIX = "-read"  # how the name of an arm ends that draws with what anothe
 PAIRED_SUFFIX = "-paired"  # and of one that is compared with another baseline
 
 
-def from_scratch_table(number, experiments, known):
+def from_scratch_table(experiment, known):
     """The arms of an experiment that trained: their flags, and what each loses against the baseline. Arms
     that read the same runs again have columns.
     """
-    experiment = experiments[number]
     arms = {arm.name: arm for arm in experiment.arms}
     columns = {}  # how the names of arms end: the column that they fill
     for name, arm in arms.items():
@@ -121,13 +120,13 @@ def from_scratch_table(number, experiments, known):
     table = [["flags", "held-out loss, %", *columns.values()]]
     for name, arm in arms.items():
         trains = arm.flags and not (arm.of or arm.after)
-        change = loss_change(number, name, experiments, known) if trains else NOT_RECORDED
+        change = loss_change(arm, known) if trains else NOT_RECORDED
         if change == NOT_RECORDED:
             continue
         row = [f"`{' '.join(arm.flags)}`", change]
         for ending in columns:
-            again = f"{name}{ending}"
-            row.append(loss_change(number, again, experiments, known) if again in arms else NOT_RECORDED)
+            again = arms.get(f"{name}{ending}")
+            row.append(loss_change(again, known) if again else NOT_RECORDED)
         table.append(row)
     return markdown_table(table)
 
@@ -152,7 +151,7 @@ def others_table(experiments, known):
         for optimizer in OTHER_OPTIMIZERS:
             cells = []
             for number in TRAINED_BY_OTHERS.values():
-                cells.append(loss_change(number, f"{optimizer}-{written}", experiments, known))
+                cells.append(loss_change(experiments[number].arm(f"{optimizer}-{written}"), known))
             table.append([f"`{flags} --optimizer {optimizer}`", *cells])
     return markdown_table(table)
 
@@ -225,22 +224,18 @@ def tables_of_pages(experiments, known):
         "docs/recipes.md": {
             "recipes": lambda: recipes_table(found),
             "default run": lambda: default_run_table(experiments, known),
-            "ways": lambda: from_scratch_table("065", experiments, known),
-            "ways GPT": lambda: from_scratch_table("068", experiments, known),
             "others": lambda: others_table(experiments, known),
             "finetuned": lambda: finetuned_table(FINETUNED_NETS, WHOLE_NET_ARMS, "fp32", experiments, known),
             "adapters": lambda: finetuned_table(ADAPTED_NETS, ADAPTER_ARMS, "lora-fp32", experiments, known),
         },
         "docs/advise.md": {"fits": fits_table},
         "docs/formats.md": {
-            "rounded": lambda: rounded_table(experiments, known),
-            "coded": lambda: from_scratch_table("063", experiments, known),
-            "trained": lambda: from_scratch_table("064", experiments, known),
-            "parts of NVFP4": lambda: from_scratch_table("073", experiments, known),
-            "trained GPT": lambda: from_scratch_table("067", experiments, known),
-            "trained larger GPT": lambda: from_scratch_table("061", experiments, known),
+            "rounded": lambda: rounded_table(experiments["062"], known),
         },
     }
+    for one in experiments.values():
+        for page, name in one.tables.items():
+            pages.setdefault(page, {})[name] = functools.partial(from_scratch_table, one, known)
     for file in bench.files():
         for page, tables in getattr(file, "TABLES", {}).items():
             pages.setdefault(page, {}).update(tables)

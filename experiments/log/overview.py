@@ -18,7 +18,7 @@ import math
 import re
 import statistics
 
-from experiments.log import stats
+from experiments.log import stats, tables
 from experiments.log.analysis import (
     HELD_OUT,
     WAITING_VERDICT,
@@ -608,8 +608,7 @@ def cost_curve(recipe, setting, experiments, known):
 
 def interval_text(cell, sure):
     """'+0.19 [+0.04, +0.33] (6)'"""
-    change = cell.change
-    text = f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}] ({cell.pairs}{', open' * cell.waits})"
+    text = f"{tables.interval_text(cell.change, 2)} ({cell.pairs}{', open' * cell.waits})"
     return f"**{text}**" if id(cell) in sure else text
 
 
