@@ -25,7 +25,7 @@ import math
 import torch
 
 from benchmarks.common import Command, Flag, rows_by
-from lowprec.advice.text import aligned
+from lowprec.advice.text import layout
 
 PATH_STEPS, PATH_ENTRIES, WEIGHT_SPREAD = 5000, 20_000, 0.02
 DECAYS = (0.99, 0.999, 0.9999)
@@ -147,7 +147,7 @@ def compared(args, clock):
     lines = [["", *(f"decay {decay:g}" for decay in DECAYS)]]
     for rule, its in rows_by(rows, "rule").items():
         lines.append([rule, *(f"{row['share']:.3f}  {row['distance']:.2%}" for row in its)])
-    print("\n".join(aligned(lines)))
+    print(layout(lines))
     return rows
 
 

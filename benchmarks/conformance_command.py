@@ -42,7 +42,7 @@ from benchmarks.subjects import (
     in_words,
 )
 from harness.printing import markdown_table
-from lowprec.advice.text import aligned
+from lowprec.advice.text import layout
 from lowprec.watch import adapters
 
 # ---- What is asked -----------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def print_tables(rows, checks):
     for start in range(0, len(names), ACROSS):
         some = names[start : start + ACROSS]
         lines = [[check, *(cells[name, check] for name in some)] for check in checks]
-        print("\n" + "\n".join(aligned([["", *some], *lines])))
+        print("\n" + layout([["", *some], *lines]))
 
 
 def print_findings(rows):

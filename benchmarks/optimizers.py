@@ -32,7 +32,7 @@ from benchmarks.common import (
 )
 from benchmarks.records import median_ms, of_record
 from harness.printing import markdown_table
-from lowprec.advice.text import aligned
+from lowprec.advice.text import layout
 from lowprec.errors import Refused
 from lowprec.optimizers import build, peers
 from lowprec.optimizers.build import OPTIMIZERS
@@ -275,7 +275,7 @@ def print_layout(name, rows, args):
         times = f"{median:.2f}", f"{min(row['ms']):.2f}", or_dash(ratio, ".2f"), or_dash(share, ".0%")
         sizes = or_dash(row["state_bytes"], ".2f"), f"{row['first_step_s']:.2f}"
         lines.append((row["name"], *times, *sizes, row["protection"]))
-    print("\n".join(aligned(lines)))
+    print(layout(lines))
 
 
 # ---- The page ----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from benchmarks.common import (
 )
 from benchmarks.records import H100_COMPILED, median_ms, milliseconds, rows_of_record
 from harness.printing import markdown_table
-from lowprec.advice.text import aligned
+from lowprec.advice.text import layout
 from lowprec.kernels import cpu_products
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
@@ -138,7 +138,7 @@ def print_net(spec, rows, args):
         figures = f"{images:.1f}", or_dash(faster, ".2f"), f"{ms:.2f}", f"{step / ms:.1%}", f"{extra:.2%}"
         sizes = f"{row['bytes_per_parameter']:.2f}", or_dash(peak, ".1f"), f"{row['first_step_s']:.2f}"
         lines.append((row["recipe"], *figures, *sizes))
-    print("\n".join(aligned(lines)))
+    print(layout(lines))
 
 
 # ---- The pages ---------------------------------------------------------------------------------------------

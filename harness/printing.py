@@ -3,7 +3,7 @@
 from harness.shards import file_that_is_there
 from harness.validation import BEST_FILE
 from lowprec import evidence
-from lowprec.advice.text import aligned
+from lowprec.advice.text import layout
 from lowprec.recipes import recipe
 
 # ---- Tables ------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def score_table(scores, reference, unprinted=(), distances=()):
         for i in range(len(value)):
             of_class = [one[i] if isinstance(one, list) else one for one in found]
             rows.append([f"{name} of class {i}", *map(_number, of_class)])
-    table = "\n".join(aligned(rows))
+    table = layout(rows)
     if idle:
         few = "by these real images are no nearer to the held-out ones than noise is: there are too few"
         table += f"\nleft out: {', '.join(idle)}: {few}"
@@ -124,7 +124,7 @@ def print_ledger(ledger, sites, whole):
         if row["value"] != usual:
             rows.append([row["site"], row["value"], row["why"]])
     if rows:
-        print("\n" + "\n".join(aligned(rows, further=str.ljust)))
+        print("\n" + layout(rows, further=str.ljust))
         print("--ledger prints the precision of all other tensors too\n")
 
 

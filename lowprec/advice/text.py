@@ -68,7 +68,7 @@ def _table(advice, rows=None):
                 speed,
             ]
         )
-    lines = aligned(cells)
+    lines = layout(cells).splitlines()
     fitting = [row.fits and row.how[0] != "no" for row in advice.rows[:rows]]
     if False in fitting:
         lines.insert(1 + fitting.index(False), "-- what follows does not fit, or does not run there --")
@@ -92,14 +92,14 @@ def gib(size: float) -> str:
     return f"{size / GIB:#.3g}".rstrip(".") if size >= 0.001 * GIB else f"{size / GIB:.1g}"
 
 
-def aligned(rows, further=str.rjust):
+def layout(rows, further=str.rjust):
     """Lines of a left-aligned first column and right-aligned further ones. rows: lists of as many texts."""
     first_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:
         cells = [further(cell, width) for cell, width in zip(rest, widths, strict=True)]
         lines.append("  ".join([first.ljust(first_width), *cells]).rstrip())
-    return lines
+    return "\n".join(lines)
 
 
 # ---- The recommendation ------------------------------------------------------------------------------------
