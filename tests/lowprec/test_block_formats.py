@@ -168,8 +168,3 @@ def test_the_fused_pass_writes_the_same_bits():
     x = draw(96, 80)
     form, key = BLOCK_FORMATS["nvfp4"], noise_key(0, 1)
     assert torch.equal(form.rounded(x, 0, key), form.rounded(x, 0, key, compiled=False))
-
-
-def test_a_format_says_what_it_is():
-    for form in BLOCK_FORMATS.values():
-        assert form.element.name in form.why and not form.native(torch.device("cpu"))

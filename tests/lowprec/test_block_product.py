@@ -263,6 +263,7 @@ def test_bare_parameters_train_in_fp4():
         (dict(pure_bf16=True, amax_history_len=8), "computes in bf16: add --fp8"),
         (dict(fp8=True, amax_history_len=8), "--fp8_recipe delayed"),
         (dict(sites=["generation=int8"], sparse24="srste"), "generation=int8 with sparse24=srste"),
+        (dict(sites=["generation=nvfp4"], sparse24="srste"), "generation=nvfp4 with sparse24=srste"),
     ],
 )
 def test_recipes_that_make_no_sense(flags, words):
@@ -349,6 +350,5 @@ def test_a_run_draws_in_the_format_of_its_site():
     assert 0 == far["fp32"] < far["mxfp8"] < far["nvfp4_weights"] < far["nvfp4"] < 0.5 * exact.norm()
 
 
-def test_what_can_not_be_is_refused():
-    refused(lambda: recipe(sparse24="srste", sites=["generation=nvfp4"]), "generation=nvfp4 with sparse24")
+def test_a_net_without_layers_to_quantise_is_refused():
     refused(lambda: quantise(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 16)), "nvfp4"), "24 inputs")

@@ -108,10 +108,6 @@ def test_frozen_weights_are_cast_on_request():
     train(run)
 
 
-def test_a_net_without_frozen_weights_has_no_row_of_them():
-    assert all(row["site"] != "frozen" for row in start(LOW).ledger().rows)
-
-
 @pytest.mark.parametrize("flags", FLAGS)
 def test_trained_weights_are_saved_alone_and_resume(flags):
     run = run_of(FLAGS[flags], BF16)

@@ -81,21 +81,6 @@ def test_ledger_of_peers(optimizer):
     assert why.endswith(f"as {optimizer} does it")
 
 
-@pytest.mark.parametrize("name", ["split", "fp32 master", "kahan"])
-def test_what_keeps_the_lost_part_loses_no_update(name):
-    (why,) = [row["why"] for row in start(name).ledger().rows if row["site"] == "update"]
-    assert "no update is lost" in why
-    (why,) = [row["why"] for row in start("pure_bf16").ledger().rows if row["site"] == "update"]
-    assert why == SITES["update"].why["nearest"]
-
-
-def test_ledger_says_why():
-    rows = {row["site"]: row for row in start("split").ledger().rows}
-    master, ema = rows["master"], rows["ema"]
-    assert master["value"] == "split" and "exact" in master["why"] and master["bytes"] == 2
-    assert ema["value"] == "fp32" and "fp32" in ema["why"] and rows["loss"]["bytes"] is None
-
-
 def test_sites_of_a_task_have_their_rows():
     times = Site(("fp32", "bf16"), {"fp32": "all distinct", "bf16": "few of them"})
     for value, why in times.why.items():

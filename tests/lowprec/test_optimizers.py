@@ -629,17 +629,15 @@ def test_an_eps_in_a_loop_belongs_to_those_that_have_one_and_is_a_pair_of_adafac
     assert made((1e-30, 0.05)).param_groups[0]["eps"] == (1e-30, 0.05)
 
 
-def test_a_least_rms_reaches_adafactor():
-    flags = {"optimizer": "adafactor", "least_rms": 0.05, "batch_size": 4}
-    run = trainer.Trainer(strategies.settle(flags))
-    assert [group["eps"] for group in run.precision.optimizer.param_groups] == [(1e-30, 0.05)]
+EPS = [({"optimizer": "adafactor", "least_rms": 0.05}, (1e-30, 0.05)), ({"eps": 1e-3}, 1e-3)]
+
+
+@pytest.mark.parametrize("flags, eps", EPS)
+def test_an_eps_reaches_the_optimiser(flags, eps):
+    run = trainer.Trainer(strategies.settle({**flags, "batch_size": 4}))
+    assert [group["eps"] for group in run.precision.optimizer.param_groups] == [eps]
 
 
 def test_adafactor_says_that_zeros_grow_late(capsys):
     assert cli.quick("--optimizer", "adafactor", steps=1) == 0
     assert "matrices start at zero and grow late" in capsys.readouterr().out
-
-
-def test_an_eps_reaches_adamw():
-    run = trainer.Trainer(strategies.settle({"eps": 1e-3, "batch_size": 4}))
-    assert [group["eps"] for group in run.precision.optimizer.param_groups] == [1e-3]

@@ -2,23 +2,19 @@
 
 import copy
 import functools
-import itertools
 import math
 
 import common
 import pytest
 import torch
 import torch.nn.functional as F
-from common import BF16, PEERS, RECIPES, batches, net, refused, same, start, through_a_file, train
+from common import BF16, PEERS, batches, net, refused, same, start, through_a_file, train
 from torch import nn
 
 from lowprec import precision
-from lowprec.formats import FORMATS
 from lowprec.optimizers import build, peers
 from lowprec.optimizers.answers import Answers
-from lowprec.optimizers.rounded import AdamW
-from lowprec.recipes import Recipe, recipe
-from lowprec.rounding import DTYPE_OF_NAME
+from lowprec.recipes import recipe
 
 eager = common.eager
 
@@ -152,24 +148,6 @@ PEER_REFUSALS = [
 def test_peers_refuse_what_they_cannot_serve(optimizer, flags, words):
     params = [nn.Parameter(torch.ones(3))]
     refused(lambda: build.build(optimizer, params, recipe(**flags)), *words)
-
-
-def test_our_optimizer_takes_its_settings_from_the_recipe():
-    for flags in RECIPES.values():
-        r = recipe(**flags)
-        params = [nn.Parameter(torch.ones(3, dtype=BF16))]
-        options = dict(lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
-        optimizer = build.build("adamw", params, r, **options, seed=9)
-        assert isinstance(optimizer, AdamW)
-        writing = (optimizer.update, optimizer.kahan, optimizer.master, optimizer.seed)
-        assert writing == (r.update, r.kahan == "on", r.master, 9)
-        for name in ("exp_avg", "exp_avg_sq"):
-            held = optimizer.state[params[0]][name].dtype  # codes of so few are fp32
-            assert held == DTYPE_OF_NAME.get(r[name], torch.float32)
-            assert optimizer.coders.get(name) is FORMATS.get(r[name])
-        group = optimizer.param_groups[0]
-        assert {name: group[name] for name in options} == options
-    assert Recipe() == recipe() and list(itertools.islice(RECIPES, 1)) == ["fp32"]
 
 
 def test_the_names_are_those_that_can_be_built():

@@ -27,30 +27,15 @@ COMPOSED = [  # flags -> the sites that differ from fp32 everywhere
     (dict(pure_bf16=True, master="split"), PURE | dict(master="split", exp_avg="fp32", exp_avg_sq="fp32")),
     (dict(pure_bf16=True, master="fp32"), PURE | dict(master="fp32", exp_avg="fp32", exp_avg_sq="fp32")),
     (dict(opt8bit=True), dict(exp_avg="int8", exp_avg_sq="int8")),
-    (dict(bf16=True, opt8bit=True), dict(compute="bf16", exp_avg="int8", exp_avg_sq="int8")),
-    (
-        dict(fp16=True, opt8bit=True),
-        dict(compute="fp16", loss_scale="dynamic", exp_avg="int8", exp_avg_sq="int8"),
-    ),
     (dict(pure_bf16=True, opt8bit=True), PURE | dict(exp_avg="int8", exp_avg_sq="int8")),
     (dict(opt4bit=True), dict(exp_avg="int4", exp_avg_sq="int4")),
-    (dict(opt8bit=True, stochastic=True), dict(exp_avg="int8", exp_avg_sq="int8", update="stochastic")),
     (dict(sites=["exp_avg=flash8"], stochastic=True), dict(exp_avg="flash8", update="stochastic")),
-    (
-        dict(pure_bf16=True, stochastic=True, opt8bit=True),
-        PURE | dict(update="stochastic", exp_avg="int8", exp_avg_sq="int8"),
-    ),
-    (
-        dict(pure_bf16=True, kahan=True, opt4bit=True),
-        PURE | dict(kahan="on", exp_avg="int4", exp_avg_sq="int4"),
-    ),
     (
         dict(pure_bf16=True, master="split", stochastic=True, opt8bit=True),
         PURE | dict(master="split", update="stochastic", exp_avg="int8", exp_avg_sq="int8"),
     ),
     (dict(opt8bit=True, sites=["exp_avg=int4"]), dict(exp_avg="int4", exp_avg_sq="int8")),
     (dict(sites=["compute=tf32"]), dict(compute="tf32")),
-    (dict(pure_bf16=True, stochastic=True, sites=["ema=bf16"]), PURE | dict(update="stochastic", ema="bf16")),
     (
         dict(pure_bf16=True, sites=["ema=bf16", "ema_update=stochastic"]),
         PURE | dict(ema="bf16", ema_update="stochastic"),
@@ -59,21 +44,11 @@ COMPOSED = [  # flags -> the sites that differ from fp32 everywhere
         dict(pure_bf16=True, master="split", stochastic=True, sites=["exp_avg=bf16"]),
         PURE | dict(master="split", update="stochastic", exp_avg="bf16", exp_avg_sq="fp32"),
     ),
-    (
-        dict(pure_bf16=True, sites=["islands=norm+embed", "accumulate=fp32"]),
-        PURE | dict(islands="norm+embed", accumulate="fp32"),
-    ),
-    (dict(sites=["exp_avg_sq=bf16", "update=stochastic"]), dict(exp_avg_sq="bf16", update="stochastic")),
-    (
-        dict(bf16=True, sites=["exp_avg=bf16", "exp_avg_sq=bf16"]),
-        dict(compute="bf16", exp_avg="bf16", exp_avg_sq="bf16"),
-    ),
     (dict(pure_bf16=True, sites=["exp_avg=fp32", "exp_avg=bf16"]), PURE),  # the last one wins
     (
         dict(sites=["generation=autocast", "loss=bf16", "reduce=bf16", "reduce_update=stochastic"]),
         dict(generation="autocast", loss="bf16", reduce="bf16", reduce_update="stochastic"),
     ),
-    (dict(pure_bf16=True, sites=["buffers=bf16"]), PURE | dict(buffers="bf16")),
     (
         dict(sites=["exp_avg=e5m2", "exp_avg_sq=e4m3", "update=stochastic"]),
         dict(exp_avg="e5m2", exp_avg_sq="e4m3", update="stochastic"),
