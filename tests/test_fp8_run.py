@@ -193,38 +193,6 @@ def test_the_summary_tells_the_noise_of_fp8_gradients(tmp_path, monkeypatch):
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--fp8 --task segment", ["no nn.Linear", "use --bf16"]),
-        ("--fp8 --model dit --fp8_backend te", ["--fp8_backend te", "here works --fp8_backend"]),
-        ("--model dit --fp8_recipe delayed", ["add --fp8"]),
-        (
-            "--task segment --set generation=int8",
-            ["--set generation=int8", "in int8", "no nn.Linear", "use --set generation=bf16"],
-        ),
-        (
-            "--task segment --set generation=fp8",
-            ["--set generation=fp8", "in FP8", "no nn.Linear", "use --set generation=bf16"],
-        ),
-        ("--model dit --fp8 --fp8_backend torchao --fp8_recipe delayed", ["torchao has no delayed scaling"]),
-        ("--model dit --fp8 --fp8_format e6m1", ["--fp8_format"]),
-        ("--model dit --fp8 --amax_history_len 0", ["--amax_history_len"]),
-    ],
-)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_bad_flags_get_one_line(flags, words, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    try:
-        status = train.main(flags.split())
-    except SystemExit as ended:
-        status = ended.code
-    said = capsys.readouterr().err
-    assert status == 2 and said.count("\n") == 1 and said.startswith("train.py: ")
-    assert all(word in said for word in words)
-    assert not list(tmp_path.iterdir())
-
-
 # ---- On a GPU ----------------------------------------------------------------------------------------------
 
 

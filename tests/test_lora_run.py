@@ -28,8 +28,3 @@ def test_no_flow_reads_a_vae_of_adapters(capsys):
     capsys.readouterr()
     assert quick("--vae", "runs/tuned", name="next") == 2
     assert "holds adapters" in capsys.readouterr().err
-
-
-def test_adapters_of_nothing_are_refused(capsys):
-    assert quick("--lora", "4") == 2
-    assert "--lora 4 does nothing without --finetune" in capsys.readouterr().err

@@ -175,22 +175,6 @@ def test_every_flag_is_read():
         assert names <= read, task
 
 
-def test_names_of_folders():
-    def name(**flags):
-        return train.FLAGS.name(train.FLAGS.typed(flags))
-
-    assert name() == "default"
-    assert name(pure_bf16=True, stochastic=True) == "pure_bf16-stochastic"
-    assert (
-        name(lr=1e-4, model="dit", set=["ema=bf16", "islands=norm+embed"])
-        == "dit-lr0.0001-ema_bf16-islands_norm+embed"
-    )
-    assert name(device="cpu", threads=2, runs="elsewhere", name="x", log_every=1) == "default"
-    assert (
-        "/" not in name(data="folder:/a/../b", size="XL/2") and len(name(data="folder:" + "x" * 999)) <= 200
-    )
-
-
 def test_the_folder_is_named_after_the_flags():
     assert command(*QUICK, "--steps", 1, "--kahan", "--pure_bf16") == 0
     assert os.listdir("runs") == ["steps1-batch_size8-warmup0-pure_bf16-kahan-sample_steps2-samples20"]

@@ -6,11 +6,9 @@ import functools
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import cli
@@ -28,9 +26,7 @@ from cli import (
     finished,
     metrics,
     no_training,
-    one_line,
     picture,
-    process,
     quick,
     summary,
 )
@@ -253,30 +249,6 @@ def test_an_extension_that_dies_before_its_scores_is_not_taken_for_finished(monk
     assert summary()["step"] == 6
 
 
-def test_a_signal_ends_a_real_process_with_a_checkpoint():
-    """As torchrun and SLURM end a run; tests/harness/test_kills.py sends other signals to forks."""
-    flags = ["--workers", 2, "--task", "classify"]
-    words = [*cli.LOOP, "--name", "run", "--steps", 100000, *flags]
-    child = process(ROOT / "train.py", *words, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while child.poll() is None and time.monotonic() < deadline:
-            if Path("runs/run/metrics.jsonl").exists() and len(metrics()) > 1:
-                break
-            time.sleep(0.05)
-        os.killpg(child.pid, signal.SIGTERM)
-        _, err = child.communicate(timeout=60)
-    finally:
-        child.kill()
-    assert child.returncode == 128 + signal.SIGTERM, err
-    last = err.rstrip("\n").split("\n")[-1]
-    assert re.search(r"stopped at step \d+ of 100000; the same command resumes", last)
-    assert "Traceback" not in err
-    done = checkpoint()["step"]
-    assert done > 2 and quick(*flags, steps=done + 2) == 0
-    assert summary()["step"] == done + 2 and metrics()[-1]["step"] == done + 2
-
-
 def test_ctrl_c_outside_of_the_loop_is_one_line(monkeypatch, capsys):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
@@ -311,23 +283,6 @@ def test_sample_draws_what_the_run_drew_and_only_its_settings_change_it(monkeypa
     assert len(draw(monkeypatch, "runs/run", "--sample_steps", 5)["ema"]["trace"]) == 6
     assert content("runs").items() >= weights.items()  # nothing of the run was written over
     assert len(list(Path("runs/run/samples").glob("step000004-*.png"))) >= 6
-
-
-REFUSED = {
-    "--lr 1": "--lr can't differ",
-    "--model dit": "--model can't differ",
-    "--set ema=bf16": "another model or recipe",
-    "--set emma=bf16": "unknown site",
-}
-
-
-def test_sample_refuses_what_was_fixed_by_training(capsys):
-    finished()
-    before = content("runs")
-    for flags, said in REFUSED.items():
-        capsys.readouterr()
-        assert command("--sample", "runs/run", *flags.split()) == 2
-        assert said in one_line(capsys) and content("runs") == before
 
 
 def test_other_data_and_labels_of_none(monkeypatch):

@@ -36,6 +36,7 @@ def test_flags_keep_their_order():
             {"lr": 1e-4, "model": "dit", "set": ["ema=bf16", "islands=norm+embed"]},
             "dit-lr0.0001-ema_bf16-islands_norm+embed",
         ),
+        ({"pure_bf16": True, "stochastic": True}, "pure_bf16-stochastic"),
         ({"data": "folder:/a/photos/"}, "folder_photos"),
         ({"finetune": "runs/x/checkpoint.pt"}, "finetune_x"),
         ({"task": "reflow", "teacher": "runs/t/"}, "reflow-teacher_t"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cli import SEGMENT, after_step, assert_same, checkpoint, metrics, no_training, quick, summary
+from cli import SEGMENT, after_step, assert_same, checkpoint, no_training, quick, summary
 from safetensors.torch import load_file
 
 from harness import progress, run_folder
@@ -45,18 +45,6 @@ def test_lines_of_json():
 
 
 # ---- Lines of metrics --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stop", [4, 6], ids=["after a line", "between two lines"])
-def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(stop, monkeypatch):
-    flags = [*SEGMENT, "--log_every", 4]
-    assert quick(*flags, name="whole", steps=8) == 0
-    with monkeypatch.context() as patch:
-        after_step(patch, stop, lambda run: run.stop.ask(2))
-        assert quick(*flags, name="stopped", steps=8) == 130
-    assert quick(*flags, name="stopped", steps=8) == 0
-    whole, stopped = ([(row["step"], row["loss"]) for row in metrics(name)] for name in ("whole", "stopped"))
-    assert [step for step, _ in whole] == [4, 8] and stopped == whole
 
 
 def test_a_checkpoints_seconds_are_those_of_training(monkeypatch):

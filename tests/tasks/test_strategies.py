@@ -13,7 +13,6 @@ import models
 import strategies
 from lowprec.errors import Refused
 from lowprec.precision import Precision, recipe
-from precision import check_origin
 from tasks import data
 from tasks.diffusion import DDPM, RFlow
 from tasks.generation import BINS, TIMESTEPS
@@ -282,21 +281,6 @@ def test_weight_decay_spares_norms_biases_and_embeddings(digits):
     assert all(id(m.weight) in spared for m in net.modules() if isinstance(m, torch.nn.GroupNorm))
     assert make(RFlow, digits, weight_decay=0.1, weight_decay_on="all").groups(net) is None
     assert make(RFlow, digits).groups(net) is None  # one group: the numbers of runs without decay stay
-
-
-def test_what_a_run_may_start_from():
-    plain, magnitude, srste = (recipe(sparse24=mode) for mode in ("none", "magnitude", "srste"))
-    check_origin(magnitude, plain)
-    check_origin(srste, None)
-    check_origin(magnitude, plain, draws=True)
-    check_origin(srste, srste, draws=True)
-    for arguments, options, said in (
-        ((magnitude, None), {}, "add --finetune RUN"),
-        ((plain, srste), {"said": "--finetune x"}, "--finetune x was trained with --sparse24 srste"),
-        ((srste, plain), {"draws": True}, "--sample takes --sparse24 magnitude"),
-    ):
-        with pytest.raises(Refused, match=said):
-            check_origin(*arguments, **options)
 
 
 def test_tasks_are_found_by_name_or_in_a_file(tmp_path):
