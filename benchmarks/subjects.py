@@ -306,11 +306,13 @@ def average_of_ours(name, options, device):
 
 def subject_of_class(name, text, device):
     """The subject of `module:Class(option=value)`. Raises Refused."""
-    module, _, call = text.partition(":")
-    if not call:
+    try:
+        module, call = text.split(":", 1)
+        kind, options = class_and_options(call)
+    except Exception:
         known = ", ".join(SUBJECT_NAMES)
-        raise Refused(f"{name}: write module:Class, 'module:Class(option=value)', or one of {known}")
-    kind, options = class_and_options(name, call)
+        form = f"write module:Class, 'module:Class(option=value)' with plain values, or one of {known}"
+        raise Refused(f"{name}: {form}") from None
     made = imported(name, module)
     for part in kind.split("."):
         made = getattr(made, part, None)
@@ -323,16 +325,12 @@ def subject_of_class(name, text, device):
     return average_subject(name, made, options, where)
 
 
-def class_and_options(name, call):
-    """('Class', {option: value}) of `Class(option=value)`, Python that knows torch. Raises Refused."""
+def class_and_options(call):
+    """('Class', {option: value}) of `Class(option=value)`, Python that knows torch."""
     kind, bracket, inside = call.partition("(")
     if not bracket:
         return kind, {}
-    try:
-        return kind, eval(f"dict({inside}", {"__builtins__": {}, "dict": dict, "torch": torch})
-    except Exception:
-        form = "write the class as in Python, 'module:Class(option=value)', with plain values"
-        raise Refused(f"{name}: {form}") from None
+    return kind, eval(f"dict({inside}", {"__builtins__": {}, "dict": dict, "torch": torch})
 
 
 def imported(name, module):
