@@ -14,51 +14,30 @@
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .advice.answer import advise
-    from .errors import Refused
-    from .optimizers.adafactor import Adafactor
-    from .optimizers.average import EMA
-    from .optimizers.lion import Lion
-    from .optimizers.muon import Muon
-    from .optimizers.protect import protect
-    from .optimizers.rounded import AdamW
-    from .optimizers.sgd import SGD
-    from .parts.offload import Offload
-    from .parts.release import Release
-    from .precision import Precision
-    from .recipes import Recipe, recipe
-    from .sites import SITES, Site
-    from .trials.foresee import foresee
-    from .trials.trial import trial
-    from .view import View
-    from .watch.compare import compare
-    from .watch.watch import Watch
+if TYPE_CHECKING:  # `as` tells type checkers that users may import the name from here
+    from .advice.answer import advise as advise
+    from .errors import Refused as Refused
+    from .optimizers.adafactor import Adafactor as Adafactor
+    from .optimizers.average import EMA as EMA
+    from .optimizers.lion import Lion as Lion
+    from .optimizers.muon import Muon as Muon
+    from .optimizers.protect import protect as protect
+    from .optimizers.rounded import AdamW as AdamW
+    from .optimizers.sgd import SGD as SGD
+    from .parts.offload import Offload as Offload
+    from .parts.release import Release as Release
+    from .precision import Precision as Precision
+    from .recipes import Recipe as Recipe
+    from .recipes import recipe as recipe
+    from .sites import SITES as SITES
+    from .sites import Site as Site
+    from .trials.foresee import foresee as foresee
+    from .trials.trial import trial as trial
+    from .view import View as View
+    from .watch.compare import compare as compare
+    from .watch.watch import Watch as Watch
 
 __version__ = "0.1.0"
-__all__ = [
-    "EMA",
-    "SGD",
-    "SITES",
-    "Adafactor",
-    "AdamW",
-    "Lion",
-    "Muon",
-    "Offload",
-    "Precision",
-    "Recipe",
-    "Refused",
-    "Release",
-    "Site",
-    "View",
-    "Watch",
-    "advise",
-    "compare",
-    "foresee",
-    "protect",
-    "recipe",
-    "trial",
-]
 
 # name -> the module that defines it. A module is imported when one of its names is first asked for, so that
 # `import lowprec` takes no time and nobody who wants an optimiser loads the Watch.
@@ -85,6 +64,7 @@ _MODULES = {
     "recipe": "recipes",
     "trial": "trials.trial",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str):

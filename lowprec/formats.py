@@ -243,10 +243,21 @@ def _packed(codes):
 
 
 class TableFormat(Format):
-    """Codes that are places in a sorted table of values, as a library publishes it."""
+    """Codes that are places in a sorted table of values, as a library publishes it. package: its module, the
+    flag that needs it, and what pip installs.
+    """
+
+    package: tuple[str, str, str]
 
     def __init__(self):
         self.tables = {}
+
+    @functools.cached_property
+    def library(self):
+        return quiet_import(*self.package)
+
+    def require(self):
+        return self.library
 
     def table(self, signed, device):
         """fp32 [2^bits], sorted: what each code stands for, times its block's scale."""
@@ -286,13 +297,7 @@ class Int8(TableFormat):
     gap = "0.2 % and more"
     flag = "opt8bit"
     remedy = "--stochastic"
-
-    @functools.cached_property
-    def library(self):
-        return quiet_import("bitsandbytes.functional", "--opt8bit", "bitsandbytes")
-
-    def require(self):
-        return self.library
+    package = "bitsandbytes.functional", "--opt8bit", "bitsandbytes"
 
     def _published(self, signed):
         return self.library.create_dynamic_map(signed=signed)
@@ -319,16 +324,10 @@ class Int4(TableFormat):
     lowest = 1 / 16
     flag = "opt4bit"
     remedy = "--stochastic --opt8bit"
+    package = "torchao.optim.subclass_4bit", "--opt4bit", "torchao"
 
     def stayed(self, n):
         return n % self.block != 0
-
-    @functools.cached_property
-    def library(self):
-        return quiet_import("torchao.optim.subclass_4bit", "--opt4bit", "torchao")
-
-    def require(self):
-        return self.library
 
     def _published(self, signed):
         values = self.library.get_qmap_signed() if signed else self.library.get_qmap_unsigned()

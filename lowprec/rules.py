@@ -39,16 +39,12 @@ class Rule:
     when: Callable[[Any], Any]
     says: str | Callable[[Any], str]
 
-    def sentence(self, facts: Any) -> str:
-        """What the rule says of these facts."""
-        return self.says(facts) if callable(self.says) else self.says
-
 
 def refuse(rules: tuple[Rule, ...], facts: Any) -> None:
     """Raise Refused with the sentence of the first rule that holds."""
     for rule in rules:
         if rule.when(facts):
-            raise Refused(rule.sentence(facts))
+            raise Refused(rule.says(facts) if callable(rule.says) else rule.says)
 
 
 # ---- Flags -------------------------------------------------------------------------------------------------

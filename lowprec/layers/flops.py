@@ -6,9 +6,8 @@
 A multiplication and an addition count as two. Only products and convolutions count, by torch's own formulas.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from ..parts.first_call import named_tensors
 from ..view import copied
 
 LAYER_OF_OPERATOR = {  # the other products are those of activations
@@ -102,7 +102,7 @@ def module_flops(net, args, kwargs=None, backward=False):
         stack.enter_context(torch.device("meta"))
         stack.enter_context(torch.set_grad_enabled(backward))
         stack.enter_context(counter)
-        outputs = [t.sum() for t in tensors_of_output(twin(*args, **kwargs)) if t.requires_grad]
+        outputs = [t.sum() for _, t in named_tensors("", twin(*args, **kwargs)) if t.requires_grad]
         if outputs:
             torch.autograd.backward(outputs)
     by_module = {}
@@ -120,19 +120,6 @@ def _grouped_flops(a, b, *args, out_val=None, **kwargs):
     """
     rows = a.shape[-2] if b.dim() == 2 else a.numel() // a.shape[-1]
     return 2 * rows * a.shape[-1] * b.shape[-1]
-
-
-def tensors_of_output(tree):
-    """The tensors in what a model returns: in tuples, lists, mappings and dataclasses."""
-    if torch.is_tensor(tree):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif dataclasses.is_dataclass(tree):
-        tree = vars(tree).values()
-    elif not isinstance(tree, tuple | list):
-        return []
-    return [tensor for part in tree for tensor in tensors_of_output(part)]
 
 
 # ---- Nets of shapes alone ----------------------------------------------------------------------------------

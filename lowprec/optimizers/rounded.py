@@ -383,7 +383,8 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
                     )
             taken.append({name: state[name] for name in named})
         # in new memory: the old may be the state of another parameter by now
-        bucket.moments = {name: self.home.keep(held.copied()) for name, held in bucket.moments.items()}
+        for name, held in bucket.moments.items():
+            bucket.moments[name] = self.home.keep(held.mapped(torch.clone))
         bucket.low = {name: low.clone() for name, low in bucket.low.items()}
         _, own = bucket.of_each()
         for p, state, views, values in zip(bucket.params, states, own, taken, strict=True):
@@ -404,7 +405,8 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             if alone is not bucket:
                 (p,) = alone.params
                 alone.begun, alone.writing = True, bucket.writing
-                alone.moments = {name: held.flat() for name, held in self.held_of[p].items()}
+                for name, held in self.held_of[p].items():
+                    alone.moments[name] = held.mapped(torch.flatten)
                 alone.low = {name: self.state[p][name].view(-1) for name in bucket.low}
         return found
 

@@ -56,23 +56,15 @@ class Plain:
         """{suffix of the name in a checkpoint: flat tensor}."""
         return {"": self.values}
 
-    def on(self, tensors):
-        """The same in other `tensors`, as `tensors` gave them."""
-        return Plain(tensors[""], self.shape)
-
-    def copied(self):
-        """The same in memory of its own."""
-        return dataclasses.replace(self, values=self.values.clone())
+    def mapped(self, change):
+        """The same with change(t) in the place of each of its `tensors`, in their order."""
+        return Plain(change(self.values), self.shape)
 
     def split(self, bucket):
         """[Held], one for each parameter of the bucket, whose tensors are in its shape."""
         if self.shape is not None:
             return [Plain(self.values.view(self.shape), self.shape)]
         return [Plain(view) for view in bucket.views(self.values, bucket.params)]
-
-    def flat(self):
-        """What `split` gave, as a bucket has it."""
-        return Plain(self.values.view(-1), self.shape)
 
     def nbytes(self, n):
         """Bytes of a moment of n entries that is held so."""
@@ -121,11 +113,8 @@ class Coded:
     def tensors(self):
         return {"": self.values, "_scale": self.scales}
 
-    def on(self, tensors):
-        return Coded(self.coder, tensors[""], tensors["_scale"], self.n, self.signed)
-
-    def copied(self):
-        return dataclasses.replace(self, values=self.values.clone(), scales=self.scales.clone())
+    def mapped(self, change):
+        return Coded(self.coder, change(self.values), change(self.scales), self.n, self.signed)
 
     def split(self, bucket):
         numbers = [p.numel() for p in bucket.params] if len(bucket.params) > 1 else [self.n]
@@ -133,9 +122,6 @@ class Coded:
         codes = bucket.views_of_codes(self.values, [codes for codes, _ in sizes])
         scales = self.scales.split([scales for _, scales in sizes])
         return [Coded(self.coder, *own, self.signed) for own in zip(codes, scales, numbers, strict=True)]
-
-    def flat(self):
-        return Coded(self.coder, self.values.view(-1), self.scales, self.n, self.signed)
 
     def nbytes(self, n):
         codes, scales = self.coder.sizes(n)

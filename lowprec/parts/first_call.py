@@ -78,18 +78,20 @@ def _lines_of_positions(x) -> Iterator[torch.Tensor]:
             yield lines
 
 
-def _named_tensors(name, value) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of an argument or output: keys of dicts are names too."""
+def named_tensors(name, value) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what an argument or output holds in lists, mappings and dataclasses: keys of dicts
+    are names too.
+    """
     if torch.is_tensor(value):
         yield name, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _named_tensors(key, part)
+            yield from named_tensors(key, part)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _named_tensors(name, part)
+            yield from named_tensors(name, part)
     elif dataclasses.is_dataclass(value):
-        yield from _named_tensors(name, vars(value))
+        yield from named_tensors(name, vars(value))
 
 
 # ---- Losses ------------------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ def _named_tensors(name, value) -> Iterator[tuple[str, torch.Tensor]]:
 
 def loss_in_bf16(out: Any) -> tuple[str, torch.Tensor] | None:
     """(its name, it) of the first differentiable bf16 scalar in what a net returns; None for none."""
-    for name, x in _named_tensors("", out):
+    for name, x in named_tensors("", out):
         if x.dtype == torch.bfloat16 and x.dim() == 0 and x.requires_grad:
             return name, x
     return None
@@ -161,7 +163,7 @@ class FirstCall:
         for argument, value in named:
             if argument in keep:
                 continue
-            for name, x in _named_tensors(argument, value):
+            for name, x in named_tensors(argument, value):
                 if name in keep or name in self.names:
                     continue
                 self.names.add(name)

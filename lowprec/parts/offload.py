@@ -35,7 +35,7 @@ class Offload(Home):
     def keep(self, held):
         if self.traffic is None:
             return held
-        return held.on({suffix: self.traffic.memory(t) for suffix, t in held.tensors().items()})
+        return held.mapped(self.traffic.memory)
 
     def note(self):
         return "; in the memory of the CPU (--states_on cpu)"
@@ -91,10 +91,8 @@ def moments_of(piece):
 def with_moments(piece, tensors):
     """A bucket with its moments in these tensors, which are as `moments_of` gave them."""
     piece = copy.copy(piece)
-    moments = {}
-    for name, held in piece.moments.items():
-        moments[name] = held.on({suffix: tensors[name, suffix] for suffix in held.tensors()})
-    piece.moments = moments
+    following = iter(tensors.values())
+    piece.moments = {name: held.mapped(lambda t: next(following)) for name, held in piece.moments.items()}
     return piece
 
 

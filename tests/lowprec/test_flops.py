@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from lowprec.layers.flops import module_flops, tensors_of_output
+from lowprec.layers.flops import module_flops
+from lowprec.parts.first_call import named_tensors
 
 
 def product(rows, k, n):
@@ -117,7 +118,7 @@ def test_any_arguments_and_any_outputs():
         "": 5 * product(4, 8, 8),
     }
     assert module_flops(Model(), (), {"batch": batch})[0]["linear"] == product(4, 8, 8)
-    assert [t.shape for t in tensors_of_output(Model()(batch))] == [(), (4, 8)]
+    assert [t.shape for _, t in named_tensors("", Model()(batch))] == [(), (4, 8)]
 
 
 def test_nothing_is_computed_and_nothing_stays():
