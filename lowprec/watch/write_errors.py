@@ -124,22 +124,16 @@ class Errors(Sums):
         order = sorted(range(len(index)), key=lambda k: scores[k].numel())
         if len(order) < 2:
             return
-        pairs, lengths = [], []
-        smaller, larger = [], []
-        smaller_variance, larger_variance = [], []
+        lengths, product, variance = [], [], []
         for a, b in itertools.pairwise(order):
             n = scores[a].numel()
-            pairs.append((index[a], index[b]))
             lengths.append(n)
-            smaller.append(scores[a])
-            larger.append(scores[b][:n])
-            smaller_variance.append(variances[a])
-            larger_variance.append(variances[b][:n])
-        product = torch.cat(smaller) * torch.cat(larger)
-        variance = torch.cat(smaller_variance) * torch.cat(larger_variance)
-        sums = totals([product, variance, variance.sqrt()], lengths)
-        key = tuple(pairs)
-        self.pairs[key] = self.pairs.get(key, 0.0) + sums
+            product.append(scores[a] * scores[b][:n])
+            variance.append(variances[a] * variances[b][:n])
+        variance = torch.cat(variance)
+        sums = totals([torch.cat(product), variance, variance.sqrt()], lengths)
+        pairs = tuple((index[a], index[b]) for a, b in itertools.pairwise(order))
+        self.pairs[pairs] = self.pairs.get(pairs, 0.0) + sums
 
     # -- what follows for one tensor (see `of`), or for all
 
