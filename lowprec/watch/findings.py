@@ -46,10 +46,8 @@ def main(argv):
         print(table(), end="")
         return
     page = Path(argv[0])
-    before, begins, rest = page.read_text().partition(BEGIN_OF_TABLE)
-    _, ends, after = rest.partition(END_OF_TABLE)
-    if not (begins and ends):
-        sys.exit(f"{page}: it has no {BEGIN_OF_TABLE.strip()} and {END_OF_TABLE.strip()} for the table")
+    before, rest = page.read_text().split(BEGIN_OF_TABLE)
+    _, after = rest.split(END_OF_TABLE)
     page.write_text(f"{before}{BEGIN_OF_TABLE}{table()}{END_OF_TABLE}{after}")
 
 
