@@ -64,8 +64,8 @@ class Steps(Sums):
         finite = look.g.isfinite()
         graded = look.g != 0
         decay, rest, size = _decay_and_rest(look, finite, answers)
-        judged = faint = v_burst = v_gone = v_below = torch.zeros_like(graded)
         held_finite = look.held.isfinite()
+        of_v = {}
         if look.v is not None:
             corrections, eps, wide = [], [], []
             for p, dtype in zip(look.params, look.v_dtypes, strict=True):
@@ -74,11 +74,13 @@ class Steps(Sums):
                 eps.append(_eps(groups[p]))
                 wide.append(dtype != torch.float16)  # fp16 makes small squares 0, which is another fault
             corrected = look.new_v * look.spread(corrections)
-            judged = graded
-            faint = graded & (corrected < look.spread(eps).square()) & look.spread(wide, torch.bool)
-            v_burst = look.aim.isfinite() & ~look.new_v.isfinite()
-            v_below = look.v < 0
-            v_gone = graded & (look.new_v == 0) & (look.aim > SMALLEST_SQUARE)
+            of_v = {
+                "v_burst": look.aim.isfinite() & ~look.new_v.isfinite(),
+                "v_below": look.v < 0,
+                "v_gone": graded & (look.new_v == 0) & (look.aim > SMALLEST_SQUARE),
+                "judged": graded,
+                "faint": graded & (corrected < look.spread(eps).square()) & look.spread(wide, torch.bool),
+            }
         subnormal = torch.zeros_like(graded)
         for at in _from_fp16(look):
             subnormal[at] = graded[at] & (look.g[at].abs() < 2**-14)
@@ -91,13 +93,9 @@ class Steps(Sums):
             "infinite": ~finite & held_finite.all(),
             "broken": ~held_finite,
             "burst": held_finite & finite & ~look.new.isfinite(),
-            "v_burst": v_burst,
-            "v_below": v_below,
-            "v_gone": v_gone,
             "graded": graded,
-            "judged": judged,
-            "faint": faint,
             "subnormal": subnormal,
+            **of_v,
             **_bf16_values(look),
         }
         self.put(rows, look.index, look.lengths)
