@@ -22,16 +22,6 @@ class Measured:
     def __init__(self, watch):
         self.watch = watch
         self.names = [name for name, _ in watch.named]
-        writes = watch.writes
-        self.weights = writes.weights.columns()
-        self.growth = writes.growth.columns()
-        self.moments = writes.moments.columns()
-        self.averages = watch.averages.taken.columns()
-        self.averaging = watch.averages.path.columns()
-        self.errors = watch.errors.columns()
-        self.moment_errors = watch.moment_errors.columns()
-        self.extra = watch.extra.columns()
-        self.changes = watch.gradients.changes.columns()
         self.known = getattr(watch.answers, "known", True)
         # torch's own round to nearest, and often several times a step, which looks like noise
         self.torchs = type(getattr(watch.answers, "inner", None)).__module__.startswith("torch.optim")
@@ -39,7 +29,7 @@ class Measured:
         # small tensors say too little: all that one optimiser writes are rounded alike
         self.weights_to_nearest = not self.by_chance or watch.errors.to_nearest
         self.moments_to_nearest = not self.by_chance or watch.moment_errors.to_nearest
-        self.tensors = [Tensor(self, i) for i in range(len(self.names))]
+        self.tensors = [Tensor(self, i, watch.averages) for i in range(len(self.names))]
         self.looked_at = [one for one in self.tensors if one.facts.looks]
         self.averaged = [*self.tensors, *watch.teachers.tensors(self)]
 
@@ -126,7 +116,8 @@ class Measured:
             return {}
         found = {}
         for site, sums in self.watch.accumulators.items():
-            found[site] = [max(one.unwritten(), one.lost_to_nearest) for one in sums.columns()]
+            tensors = map(sums.of, range(len(self.names)))
+            found[site] = [max(one.unwritten(), one.lost_to_nearest) for one in tensors]
         return found
 
     @functools.cached_property
@@ -154,27 +145,27 @@ class Measured:
 
 
 class Tensor:
-    """What was measured of one tensor."""
+    """What was measured of one tensor. averages: average_watch.AverageWatch that has its average."""
 
     may_be_copied = False  # whether its average may be set to the weights now and then
 
-    def __init__(self, seen, i):
+    def __init__(self, seen, i, averages):
         self.seen = seen
         self.i = i
-        self.watch = seen.watch
-        self.ema = self.watch.ema
-        self.name, self.p = self.watch.named[i]
-        self.weight = seen.weights[i]
-        if getattr(self.watch.answers, "forms_v", True):
-            self.moment, self.grown = seen.moments[i], seen.growth[i]
+        self.watch = watch = seen.watch
+        self.name, self.p = watch.named[i]
+        self.weight = watch.writes.weights.of(i)
+        if getattr(watch.answers, "forms_v", True):
+            self.moment, self.grown = watch.writes.moments.of(i), watch.writes.growth.of(i)
         else:  # sums of a stranger's second moment that is not Adam's say nothing
             self.moment, self.grown = Tally(), Tally()
-        self.error = seen.errors[i]
-        self.moment_error = seen.moment_errors[i]
-        self.average, self.averaging = seen.averages[i], seen.averaging[i]
-        self.extra = seen.extra[i]
-        self.change = seen.changes[i]  # of its gradient between backward and the step
-        self.facts = self.watch.facts[i]
+        self.error = watch.errors.of(i)
+        self.moment_error = watch.moment_errors.of(i)
+        self.ema = averages.average
+        self.average, self.averaging = averages.taken.of(i), averages.path.of(i)
+        self.extra = watch.extra.of(i)
+        self.change = watch.gradients.changes.of(i)  # of its gradient between backward and the step
+        self.facts = watch.facts[i]
 
     @property
     def narrow(self):

@@ -31,15 +31,11 @@ class Sums:
         return self.sums[self.fields.index(field)]
 
     def of(self, tensor):
-        """The same sums of one tensor alone."""
+        """The same sums of one tensor alone; those of all are brought to the CPU."""
+        self.sums = self.sums.cpu()
         one = type(self)()
         one.sums = self.sums[:, tensor : tensor + 1]
         return one
-
-    def columns(self):
-        """The sums of each tensor, a list; brought to the CPU together."""
-        self.sums = self.sums.cpu()
-        return [self.of(i) for i in range(self.sums.shape[1])]
 
     def __getattr__(self, name):
         if name.startswith("_") or name not in type(self).fields:

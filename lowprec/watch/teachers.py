@@ -40,9 +40,7 @@ class Teachers:
 
     def tensors(self, seen):
         """[Follower] of all that were measured. seen: measured.Measured."""
-        taken, path = self.averages.taken.columns(), self.averages.path.columns()
-        followed = [i for i, name in enumerate(seen.names) if name in self.frozen]
-        return [Follower(seen, i, self, taken[i], path[i]) for i in followed]
+        return [Follower(seen, i, self) for i, name in enumerate(seen.names) if name in self.frozen]
 
 
 class Follower(Tensor):
@@ -50,11 +48,9 @@ class Follower(Tensor):
 
     may_be_copied = True  # a target of Q-learning is no average
 
-    def __init__(self, seen, i, teachers, average, averaging):
-        super().__init__(seen, i)
+    def __init__(self, seen, i, teachers):
+        super().__init__(seen, i, teachers.averages)
         self.name = teachers.frozen[self.name][0]
-        self.average, self.averaging = average, averaging
-        self.ema = teachers.averages.average
 
     @property
     def average_dtype(self):

@@ -102,13 +102,13 @@ class Watch:
         self.compiled = model is not self.model and hasattr(model, "_orig_mod")
         self.steps = self.looks = 0
         self._watch_optimizer(optimizer, others)
-        self.ema = Average(dict) if ema is None else Average.of(ema, self.model)
+        average = Average(dict) if ema is None else Average.of(ema, self.model)
         self.buffers = {name: self.pick(b).clone() for name, b in floating_buffers(self.model)}
         self.writes = Writes(self.answers, self.named, self.pick)
         self.errors = Errors(len(self.named))
         self.moment_errors = Errors(len(self.named))
         self.extra = Steps(len(self.named))
-        self.averages = AverageWatch(self.ema, self.answers, self.named, self.pick)
+        self.averages = AverageWatch(average, self.answers, self.named, self.pick)
         self.teachers = Teachers(self.model, self.answers, self.named, self.pick)
         self.accumulators: dict[str, Tally] = {}  # {name of a state: Tally}, of optimisers that step copies
         self.gradients = Gradients(self.named, self.pick, self.clock)
@@ -257,7 +257,7 @@ class Watch:
         if self.averages.count is not None:
             self.averages.count_now(self.steps)
         # by turns, which halves what they cost
-        turn_of_average = bool(self.looks % 2 and self.ema.shadow)
+        turn_of_average = bool(self.looks % 2 and self.averages.average.shadow)
         if turn_of_average:
             self.averages.before()
         self.writes.with_moments = not turn_of_average

@@ -302,7 +302,7 @@ def test_the_average_of_a_wrapped_net_is_read(wrapped):
         average = {f"module.{name}": p.detach().clone() for name, p in model.named_parameters()}
     else:
         average = torchs(wrapped(model))
-    found = Watch(model, torch.optim.SGD(model.parameters(), 0.1), average).ema
+    found = Watch(model, torch.optim.SGD(model.parameters(), 0.1), average).averages.average
     assert set(found.shadow) == set(dict(model.named_parameters()))
     assert found.decay == (None if wrapped is dict else 0.9)
 

@@ -90,8 +90,8 @@ def masked(share):
 def averages(decay=None, dtype=torch.float32, **values):
     def change(watch):
         put(watch.averages.taken, number(watch, LAST), **values)
-        shadow = {name: t.to(dtype) for name, t in watch.ema.shadow.items()}
-        watch.ema = SimpleNamespace(shadow=shadow, decay=decay, begun=True)
+        shadow = {name: t.to(dtype) for name, t in watch.averages.average.shadow.items()}
+        watch.averages.average = SimpleNamespace(shadow=shadow, decay=decay, begun=True)
 
     return change
 

@@ -216,7 +216,7 @@ def average_young(one):
                  "average all that trains, buffers aside", rank=1.2)
 def average_lacks(seen):
     """Trained tensors that the average has not, while it has others."""
-    shadow = seen.watch.ema.shadow
+    shadow = seen.watch.averages.average.shadow
     missing = [name for name in seen.names if name not in shadow]
     return Figure(len(missing), all=len(seen.names), name=missing[0]) if shadow and missing else None
 
@@ -237,14 +237,14 @@ def average_counter_fell(seen):
 def average_never_updated(seen):
     """Looks at which its counter says that it was never updated."""
     looks = average_not_begun(seen)
-    return looks if looks and not seen.watch.ema.may_begin_late else None
+    return looks if looks and not seen.watch.averages.average.may_begin_late else None
 
 
 @of_its_counter("the average was not updated yet: its counter says 0", "nothing, if it begins later, as SWA",
                 above=2.0, severity="note", rank=1.0)
 def average_not_begun(seen):
     """Looks at which the counter of torch's AveragedModel says that it was never updated."""
-    average = seen.watch.ema
+    average = seen.watch.averages.average
     return None if average.begun or seen.watch.averages.moves else seen.watch.looks
 
 

@@ -104,7 +104,7 @@ def dead_parts(seen):
     tables = tables_of(seen.watch.model, seen.watch.named)
     for i, alive in seen.alive.items():
         p = seen.watch.named[i][1]
-        if p.dim() < 2 or p in tables or hasattr(p, "to_local") or seen.changes[i].parts_zeroed:
+        if p.dim() < 2 or p in tables or hasattr(p, "to_local") or seen.tensors[i].change.parts_zeroed:
             continue
         part = dead_part(alive, p.shape, seen.watch.most)
         if part:
