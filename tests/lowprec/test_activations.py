@@ -11,7 +11,7 @@ import common
 import pytest
 import torch
 import torch.nn.functional as F
-from cli import SEGMENT, assert_same, checkpoint, command, one_line, quick, summary
+from cli import SEGMENT, assert_same, checkpoint, quick, summary
 from torch import nn
 
 import models
@@ -176,14 +176,3 @@ def test_the_command_says_what_is_kept_and_keeps_less(capsys):
     row = json.loads(Path("runs/plain/ledger.json").read_text())["sites"][-1]
     assert row["site"] == "activations" and row["value"] == "bfloat16"
     assert row["bytes"] == pytest.approx(plain["total"] / summary("plain")["parameters"])
-
-
-def test_a_net_without_blocks_is_one_line(capsys):
-    Path("mine.py").write_text(
-        "import torch\nfrom tasks import Task\nclass Mine(Task):\n"
-        "    implied = {'data': 'digits'}\n"
-        "    def net(self):\n        return torch.nn.Linear(8, 1)\n"
-        "    def loss(self, model, batch, rng, step):\n        return model(batch[0]).mean()\n"
-    )
-    assert command("--task", "mine.py:Mine", "--checkpoint_activations", "--steps", 1) == 2
-    assert "this net has no blocks" in one_line(capsys) and not Path("runs").exists()

@@ -277,17 +277,6 @@ def test_a_refused_state_leaves_all_of_the_old_one():
             assert torch.equal(torch.as_tensor(after["state"][i][name]), torch.as_tensor(value))
 
 
-def test_the_state_of_another_adafactor_is_refused():
-    saved = stepped(torch.optim.Adafactor, [parameter(shape=(8, 8))]).state_dict()
-    refused(lambda: Adafactor([parameter(shape=(8, 8))]).load_state_dict(saved), "clip", "Adafactor")
-
-
-@pytest.mark.parametrize("kind", [torch.optim.RAdam, torch.optim.NAdam])
-def test_the_state_of_a_rule_that_looks_like_adamw_is_refused(kind):
-    saved = stepped(kind, [parameter()], decoupled_weight_decay=True).state_dict()
-    refused(lambda: AdamW([parameter()]).load_state_dict(saved), "RAdam or NAdam")
-
-
 def test_hooks_of_loading_are_called_as_in_torch():
     optimizer, heard = Muon([parameter(shape=(4, 4))]), []
 

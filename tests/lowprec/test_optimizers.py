@@ -600,15 +600,6 @@ def test_watch_names_updates_that_are_lost_to_nearest(name):
 # ---- The command -------------------------------------------------------------------------------------------
 
 
-def test_flags_of_an_optimiser_are_those_of_the_run():
-    flags = "--optimizer muon --momentum 0.9 --nesterov off --weight_decay 0.1 --pure_bf16 --stochastic"
-    flags = flags.split()
-    assert cli.quick(*flags, steps=2) == 0
-    config = cli.checkpoint()["config"]
-    assert (config["momentum"], config["nesterov"]) == (0.9, "off")
-    assert cli.quick(*flags, "--momentum", "0.8", steps=6) == 2  # fixed at a resume
-
-
 def test_every_site_of_an_optimiser_is_explained():
     for name, site in recipes.OF_OPTIMIZERS.items():
         theirs = [key for key in OPTIMIZERS if any(name in kind.sites for kind in build.classes_of(key))]

@@ -281,9 +281,6 @@ def test_codes_are_copied_and_pickled(kind):
         dict(eps=-1.0),
         dict(weight_decay=-1.0),
         dict(ema_decay=1.5),
-        dict(clip_grad=-1.0),
-        dict(clip_tensor=-1.0),
-        dict(accumulate=0),
     ],
     ids=str,
 )
@@ -338,11 +335,13 @@ def test_a_parameter_without_a_step_is_no_other_model():
         (torch.optim.AdamW, dict(maximize=True), "uphill"),
         (torch.optim.AdamW, dict(amsgrad=True), "amsgrad"),
         (torch.optim.Adam, dict(weight_decay=0.1), "L2 decay"),
-        (torch.optim.RAdam, dict(), "RAdam"),
+        (torch.optim.RAdam, dict(decoupled_weight_decay=True), "RAdam or NAdam"),
+        (torch.optim.NAdam, dict(decoupled_weight_decay=True), "RAdam or NAdam"),
+        (torch.optim.Adafactor, dict(), "clip"),
         (torch.optim.SGD, dict(momentum=0.9, weight_decay=0.1), "L2 decay"),
         (torch.optim.Muon, dict(), "original"),
     ],
-    ids=["maximize", "amsgrad", "l2", "radam", "sgd", "muon"],
+    ids=["maximize", "amsgrad", "l2", "radam", "nadam", "adafactor", "sgd", "muon"],
 )
 def test_states_of_another_rule_are_refused(kind, options, said):
     p = nn.Parameter(torch.ones(4, 4))

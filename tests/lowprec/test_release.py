@@ -453,15 +453,6 @@ def test_the_command_and_its_resume(folder, capsys):
     assert [(row["loss"], row["grad_norm"]) for row in rows] == [(r["loss"], r["grad_norm"]) for r in plain]
 
 
-REFUSED_BY_THE_COMMAND = [((), "--clip_tensor 1"), (("--clip_grad", 0, "--compile"), "--compile")]
-
-
-@pytest.mark.parametrize("flags, said", REFUSED_BY_THE_COMMAND)
-def test_the_command_refuses_in_one_line(folder, flags, said, capsys, tmp_path):
-    assert cli.quick("--grad_release", *flags) == 2
-    assert said in cli.one_line(capsys) and not list(tmp_path.iterdir())
-
-
 def test_several_processes_are_refused(folder, capsys, monkeypatch, tmp_path):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)

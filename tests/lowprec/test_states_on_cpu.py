@@ -304,35 +304,6 @@ PURE = ("--pure_bf16", "--stochastic")
 folder = cli.in_a_folder_of_its_own
 
 
-def test_the_command_says_that_a_cpu_needs_none(capsys):
-    assert cli.quick(*PURE, name="plain") == 0
-    assert cli.quick(*PURE, name="run", steps=2) == 0
-    capsys.readouterr()
-    assert cli.quick(*PURE, "--states_on", "cpu", name="run") == 0, "it may differ when a run goes on"
-    assert "--states_on cpu changes nothing: the weights are on the CPU too" in capsys.readouterr().out
-    cli.assert_same(*(cli.checkpoint(name)["precision"] for name in ("plain", "run")))
-    assert cli.command("--dry_run", *PURE, "--states_on", "cpu") == 0
-    assert "4.00 of them in the memory of the CPU" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (("--states_on", "disk"), "invalid choice"),
-        (("--states_on", "cpu", "--grad_release", "--clip_grad", 0), "--opt8bit"),
-        (("--states_on", "cpu", "--optimizer", "torch"), "muon"),
-    ],
-)
-def test_the_command_refuses_in_one_line(flags, said, capsys, tmp_path):
-    assert cli.quick(*flags) == 2
-    assert said in cli.one_line(capsys) and not list(tmp_path.iterdir())
-
-
-def test_what_else_is_refused():
-    refused(lambda: start("pure_bf16", states_on="cpu", optimizer="torchastic"), "torchastic", "adamw")
-    refused(lambda: start("fp32", states_on="cpu", grad_release=True), "leave one out")
-
-
 # ---- On a GPU ----------------------------------------------------------------------------------------------
 
 
