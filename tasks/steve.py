@@ -1,6 +1,7 @@
 """STEVE: objects of a video found by predicting its own discrete tokens from slots (arXiv 2205.14065).
 
     python train.py --task steve
+    python train.py --task steve --size mini        its slots find the sprites (experiment 091)
 
 A discrete VAE turns each 4x4 patch of a frame into one of --vocab_size tokens. A recurrent slot encoder
 (slots.py) reads the frames, and a causal transformer predicts the tokens of a frame one after the other from
@@ -74,8 +75,8 @@ class SteveSize:
 
 STEVE_SIZES = {
     "tiny": SteveSize(5, 64, 32, 32, 2, 4, 2, 64, 500),
-    # Finds the sprites (experiment 091). Whole Gumbel noise drowns the tokens of so short a training, and a
-    # place of tiny's encoder sees 29 pixels where a frame has 24. Here it sees 9.
+    # tiny finds no object: whole Gumbel noise drowns the tokens of a short training, and a place of its
+    # encoder sees 29 pixels where a frame has 24. Here a place sees 9.
     "mini": SteveSize(5, 64, 32, 32, 2, 4, 2, 64, 500, (5, 3, 1, 1), 0.1),
     "base": SteveSize(15, 192, 64, 64, 8, 4, None, 512, 30_000),  # as published, whose vocabulary was 4096
 }
