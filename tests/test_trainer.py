@@ -270,22 +270,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_good_checkpoint(ca
     assert all(t.isfinite().all() for t in checkpoint()["precision"]["model"].values())
 
 
-def test_a_shorter_run_does_not_pass_a_longer_one_off_as_its_own(capsys):
-    finished()
-    before = content("runs/run")
-    capsys.readouterr()
-    assert quick(steps=2) == 2
-    assert "runs/run has 4 steps behind it, and --steps is 2" in one_line(capsys)
-    assert content("runs/run") == before
-
-
-def test_a_scale_of_new_weights_is_refused_beside_trained_ones(capsys):
-    finished()
-    capsys.readouterr()
-    assert quick("--finetune", "runs/run", "--init_scale", 2, name="new") == 2
-    assert "--init_scale 2 scales new weights" in one_line(capsys) and not Path("runs/new").exists()
-
-
 def test_the_noise_of_an_image_does_not_depend_on_how_many_are_drawn_at_once(monkeypatch):
     """Images of 10x10 pixels: torch's generator goes on elsewhere after a count that is no multiple of 16."""
     assert quick("--model", "dit", "--image_size", 10, steps=1) == 0

@@ -109,6 +109,7 @@ def test_a_folder_of_partial_files_alone_is_none(capsys):
         (["--pure_bf16"], "--pure_bf16 was False and is True"),
         (["--model", "vit"], "--model was cnn and is vit"),
         (["--set", "ema=bf16"], "--set was [] and is ['ema=bf16']"),
+        (["--steps", 1], "has 2 steps behind it, and --steps is 1"),
     ],
 )
 def test_a_folder_of_other_flags_is_refused(flags, said, mine, capsys):
