@@ -46,7 +46,6 @@ class Answers:
     by_recipe = True  # whether it writes as the recipe says; peers write in their own way
     by_rows = True  # whether it steps some rows of a tensor as it steps them all, see parts/spread.py
     compiled = False
-    coders: dict = {}  # {moment: formats.Format} of those held in codes
     collecting: tuple = ()  # called at a step before gradients are read, by those that hang on these
     param_names: dict = {}  # {parameter: its name}, where they are known
 

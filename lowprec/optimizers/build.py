@@ -115,14 +115,12 @@ class Joined(Answers, WithoutCompiler):
     """
 
     def __init__(self, parts):
-        self.parts, self.defaults = parts, {}
+        self.parts = parts
         super().__init__(params_of(self._groups()), {})
         self.param_groups = self._groups()
         self.by_recipe = all(part.by_recipe for part in parts)
-        self.by_rows = all(part.by_rows for part in parts)
-        self.owner, self.coders = {}, {}
+        self.owner = {}
         for part in parts:
-            self.coders.update(part.coders)
             self.owner.update(dict.fromkeys(params_of(part.param_groups), part))
 
     @contextmanager
@@ -170,11 +168,6 @@ class Joined(Answers, WithoutCompiler):
     @property
     def compiled(self):
         return all(part.compiled for part in self.parts)
-
-    @compiled.setter
-    def compiled(self, value):
-        for part in self.parts:
-            part.compiled = value
 
     def low_part(self, p):
         return self.owner[p].low_part(p) if p in self.owner else None

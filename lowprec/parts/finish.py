@@ -71,7 +71,6 @@ def finish(run, kind, state=None):
     made = run.new_optimizer(recipe)
     for old, new in zip(all_ours(run.optimizer, "a finish"), all_ours(made, "a finish"), strict=True):
         become(old, new)
-    run.optimizer.coders = {}
     for p, value in exact.items():
         run.optimizer.set_exact(p, value)
     run.finished = kind
