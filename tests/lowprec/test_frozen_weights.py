@@ -72,28 +72,6 @@ def frozen_row(run):
 FLAGS = {"fp32": {}, "bf16": dict(bf16=True), "pure_bf16": LOW}
 
 
-@pytest.mark.parametrize("base", [torch.float32, BF16], ids=["fp32 base", "bf16 base"])
-@pytest.mark.parametrize("flags", FLAGS)
-def test_frozen_weights_keep_their_dtype_and_bits(flags, base):
-    run = run_of(FLAGS[flags], base)
-    torch.manual_seed(0)
-    came = dict(Net().named_parameters())
-    losses = train(run)
-    assert torch.isfinite(torch.tensor(losses)).all()
-    trained = BF16 if flags == "pure_bf16" else torch.float32
-    for name, p in run.model.named_parameters():
-        beside_trained = name == "out.weight"  # its bias trains: one kernel takes both
-        assert p.dtype == (trained if p.requires_grad or beside_trained else base), name
-        if not p.requires_grad and not beside_trained:
-            assert same(p.detach(), came[name].to(base)), name
-    for generation in ("compute", "fp32", "bf16"):
-        assert run.frozen("ema", generation=generation)(torch.arange(8)).isfinite().all()
-    row = frozen_row(run)
-    kept = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}[str(base)]
-    assert kept in row["value"] and "960 weights" in row["why"]
-    assert run.ledger().parameters == sum(p.numel() for p in run.params)
-
-
 def test_frozen_weights_are_cast_on_request():
     for sites, dtype in ((["frozen=cast"], BF16), (["frozen=bf16"], BF16), (["frozen=fp32"], torch.float32)):
         run = run_of(LOW, sites=sites)
@@ -208,6 +186,8 @@ class Mixed(nn.Module):
 
 
 MIXED = {
+    "fp32": dict(weight=torch.float32),
+    "bf16": dict(weight=BF16, scale=BF16, bias=BF16),
     "e4m3 and fp32": dict(),
     "e5m2 and bf16": dict(weight=torch.float8_e5m2, scale=BF16, bias=BF16),
     "e4m3 and e8m0": dict(scale=torch.float8_e8m0fnu),
@@ -247,6 +227,7 @@ def test_each_frozen_weight_keeps_its_dtype_and_bits(kind, flags):
     for dtype in dtypes:
         assert {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype) in row["value"]
     assert len(dtypes) == 1 or row["why"].count(" in ") == len(dtypes)
+    assert run.ledger().parameters == sum(p.numel() for p in run.params)
 
 
 def test_codes_are_cast_on_no_request_but_by_name():
