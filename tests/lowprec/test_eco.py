@@ -98,20 +98,3 @@ def test_a_measured_step_says_nothing_of_what_it_cannot_know():
     run.backward(run(torch.randn(4, 8)).square().mean())
     report = run.step(measure=True)
     assert not report["update_survival"] < 1 and "update_ratio" not in report
-
-
-def test_at_a_low_rate_much_comes_back_too_late_and_a_run_says_so():
-    def moved(dtype, **options):
-        p = nn.Parameter(torch.full((4096,), 0.02, dtype=dtype))
-        made = AdamW([p], lr=1e-6, compiled=False, **options)
-        g = torch.Generator().manual_seed(0)
-        for _ in range(200):
-            p.grad = (1 + torch.randn(4096, generator=g)).to(dtype)
-            made.step()
-        return float((p.detach().float() - torch.tensor(0.02, dtype=dtype).float()).mean())
-
-    exact = moved(torch.float32)
-    assert moved(torch.bfloat16, update="stochastic") == pytest.approx(exact, rel=0.1)
-    assert 0.0 <= moved(torch.bfloat16, update="eco") / exact < 0.5
-    warned = recipe(pure_bf16=True, sites=["update=eco"]).warnings(lr=1e-6)
-    assert any("update=eco" in line for line in warned)

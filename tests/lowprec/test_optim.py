@@ -136,18 +136,6 @@ def test_fp32_and_bf16_parameters_mix():
     assert optimizer.low_part(weights[1]) is None and optimizer.low_part(weights[0]).dtype == torch.int16
 
 
-def test_closure_is_called_with_gradients_on():
-    p = nn.Parameter(torch.ones(3))
-    optimizer = AdamW([p], 0.1, compiled=False)
-
-    def closure():
-        loss = (p**2).sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 3 and (p < 1).all()
-
-
 # ---- State -------------------------------------------------------------------------------------------------
 
 

@@ -213,6 +213,12 @@ WARNED = [  # flags, run, words of the one more line that this run gets, a run t
         (dict(pure_bf16=True, stochastic=True), {}),
     ),
     (dict(pure_bf16=True), dict(lr=1e-4), ["update=nearest"], (dict(pure_bf16=True, kahan=True), {})),
+    (
+        dict(pure_bf16=True, sites=["update=eco"]),
+        dict(lr=1e-6),
+        ["update=eco", "lr=1e-06", "wait in the momentum"],
+        (dict(pure_bf16=True, sites=["update=eco"]), dict(lr=1e-4)),
+    ),
     (dict(pure_bf16=True), dict(lr=1e-4), ["update=nearest"], (dict(pure_bf16=True, master="split"), {})),
     (
         dict(pure_bf16=True),

@@ -133,9 +133,10 @@ def test_a_state_that_is_refused_is_taken_by_none_of_the_joined():
     assert all(map(same, before, after)), "the first part has taken its share of a state that was refused"
 
 
-def test_joined_optimisers_take_a_closure():
+@pytest.mark.parametrize("of_second", [{}, {"optimizer": Lion}], ids=["alone", "joined"])
+def test_optimisers_take_a_closure(of_second):
     p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    groups = [{"params": [p]}, {"params": [q], "optimizer": Lion}]
+    groups = [{"params": [p]}, {"params": [q], **of_second}]
     made = build.build("adamw", groups, recipe(), lr=0.1)
 
     def closure():

@@ -231,10 +231,6 @@ def test_every_operation_rounds_once(cache):
     assert instructions(True, 3, **COMPILE_OPTIONS) - rounds == {"fma.rn.f32"}
 
 
-def test_without_the_option_products_would_be_contracted(cache):
-    assert "fma.rn.f32" in instructions(False, 0)
-
-
 # ---- On a GPU ----------------------------------------------------------------------------------------------
 
 WRITING = [{}, {"update": "stochastic"}, {"update": "stochastic", "kahan": True}, {"master": "split"}]

@@ -348,8 +348,7 @@ def test_the_tensors_of_an_object_are_cast_in_a_copy():
     assert run.model.seen == (BF16, torch.int64, "a graph", Graph) and graph.x.dtype == torch.float32
 
 
-def test_what_has_no_weights_yet_and_what_can_not_be_copied_is_one_line():
-    refused(lambda: start(LOW, nn.Sequential(nn.LazyLinear(8))), "lazy layer", "on a batch")
+def test_what_can_not_be_copied_is_one_line():
     run = start(LOW, torch.jit.script(nn.Sequential(nn.Linear(8, 8))))
     run.backward(run(draw(2, 8)).square().mean())
     run.step()
