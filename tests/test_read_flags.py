@@ -146,6 +146,14 @@ def attributes_of_configs():
                     yield node.attr
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_main_process_alone_prints(rank, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    assert command("--list") == 0
+    assert bool(capsys.readouterr().out) == (rank == "0")
+
+
 def test_every_flag_is_read():
     """A flag that nothing reads would parse and do nothing."""
     read = {*attributes_of_configs()}
