@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from .. import kernels
 from ..errors import Refused, check_choice
 from ..rounding import ALONE, KAHAN, exact_weight, noise_key, uniform
+from .answers import params_of
 from .buckets import scale_of
 from .groups import check_dtypes, name_of
 from .peers import Peer, check_closure
@@ -68,6 +69,7 @@ class Protected(Peer):
         self.writes = {**WRITES[update], "exp_avg": "fp32", "exp_avg_sq": "fp32"}
         self._widen()  # what it made at once, as torch's Adagrad
         self.together = _trial(inner)
+        inner.register_step_pre_hook(_refuse_bare_step)
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
@@ -226,6 +228,12 @@ def _copy(p, low=None):
     q = nn.Parameter(value)
     vars(q).update(vars(p))  # marks that a program has put on it
     return q
+
+
+def _refuse_bare_step(inner, args, kwargs):
+    if any(p.dtype == torch.bfloat16 for p in params_of(inner.param_groups)):  # a copy is fp32
+        name = type(inner).__name__
+        raise Refused(f"step() of the {name} that is protected rounds to nearest: step what protect returned")
 
 
 # ---- What it can't do --------------------------------------------------------------------------------------

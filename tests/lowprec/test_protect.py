@@ -213,6 +213,12 @@ class Elsewhere(torch.optim.SGD):
             p.sub_(0.1 * p.grad)
 
 
+def bare_step():
+    optimizer = torch.optim.AdamW(small().parameters())
+    protect(optimizer)
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     "make, says",
     [
@@ -222,6 +228,7 @@ class Elsewhere(torch.optim.SGD):
         (lambda: protect(torch.optim.SGD(small(torch.float16).parameters())), "fp32 and bf16"),
         (lambda: protect(torch.optim.SGD(small().parameters()), "nearest"), "choose from stochastic, kahan"),
         (lambda: protect(Elsewhere(small().parameters())), "Elsewhere steps copies of weights otherwise"),
+        (bare_step, "step what protect returned"),
         (lambda: protect(small()), "protect takes a torch.optim.Optimizer, not Sequential"),
     ],
 )
