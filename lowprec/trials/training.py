@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import sys
@@ -49,11 +50,11 @@ class Problem(NamedTuple):
             return getattr(self, name)(*args)
 
     def net(self) -> nn.Module:
-        """A new net."""
+        """A new net, also where build() returns one and the same."""
         net = self.call("build")
         if not isinstance(net, nn.Module):
             raise Refused(f"build() returned a {type(net).__name__}, and a torch.nn.Module is asked for")
-        return net
+        return copy.deepcopy(net)
 
 
 class Training:

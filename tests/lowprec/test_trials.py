@@ -123,6 +123,14 @@ def test_bad_input_is_one_line(change, flags, said, tmp_path, monkeypatch, capsy
     assert line.startswith("lowprec: ") and said in line
 
 
+def test_no_training_of_a_trial_touches_the_net_that_build_returns():
+    net, batch = nn.Linear(3, 2), torch.ones(4, 3)
+    before = net.weight.detach().clone()
+    functions = (lambda: net), (lambda model, x: model(x).square().mean()), lambda seed: [batch] * 2
+    lowprec.trial(*functions, lambda: [batch], recipes=["pure_bf16"], steps=2, budget=0.1, quiet=True)
+    assert net.weight.equal(before)
+
+
 def test_a_trial_of_a_task_of_train(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = "--trial --trial_steps 4 --within 500 --recipes bf16"
