@@ -90,7 +90,10 @@ def _named_modules(model, dtypes):
 
 # ---- What is cast ------------------------------------------------------------------------------------------
 
-CAST_SINCE = "the net was cast after Precision was made, by half() say: cast a copy, or take another recipe"
+CAST_SINCE = (
+    "the net was cast after Precision was made, by float(), half() or load_state_dict(assign=True) say: cast "
+    "a copy, or take another recipe"
+)
 
 
 def castable(t: torch.Tensor) -> bool:

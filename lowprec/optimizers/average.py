@@ -1,6 +1,6 @@
 """The average of the weights, computed in fp32 and written as a recipe says.
 
-    average = EMA(list(model.named_parameters()), decay=0.999)
+    average = EMA(model, decay=0.999)
     ...
     optimizer.step()
     average.update()                     # average.shadow is {name: tensor}
@@ -9,6 +9,7 @@ parts/average_on_cpu.py keeps it in the memory of the CPU while the weights are 
 """
 
 import torch
+from torch import nn
 
 from ..errors import Refused, check_choice
 from ..kernels import move_average
@@ -23,11 +24,11 @@ class EMA:
     """Exponential moving average of weights: ema += (1-decay)(w - ema), computed in fp32, written as `dtype`
     and `update` say.
 
-    named_params: [(name, parameter)]. low_part: parameter -> what completes it to the value held (see
-    `rounding.exact_weight`), so that an exact master is averaged, not its bf16 image. warmup: let the decay
-    start low, so that an average of 0.999 has left the initial weights after hundreds of steps, see `decay`.
-    In bf16 to nearest, an entry stops moving once |w - ema| < half an ulp / (1-decay): at decay 0.9999 that
-    is 20 to 40 times the value itself, so the average never leaves its start.
+    named_params: a module, or [(name, parameter)]. low_part: parameter -> what completes it to the value held
+    (see `rounding.exact_weight`), so that an exact master is averaged, not its bf16 image. warmup: let the
+    decay start low, so that an average of 0.999 has left the initial weights after hundreds of steps, see
+    `decay`. In bf16 to nearest, an entry stops moving once |w - ema| < half an ulp / (1-decay): at decay
+    0.9999 that is 20 to 40 times the value itself, so the average never leaves its start.
     """
 
     note = ""  # what the ledger says of where it is
@@ -52,7 +53,12 @@ class EMA:
         self.full_decay, self.warmup = decay, warmup
         self.dtype, self.update_mode = DTYPE_OF_NAME[dtype], update
         self.seed, self.compiled = seed, compiled
-        self.names, self.params = zip(*named_params, strict=True)
+        if isinstance(named_params, nn.Module):
+            named_params = named_params.named_parameters()
+        try:
+            self.names, self.params = zip(*named_params, strict=True)
+        except (TypeError, ValueError) as error:
+            raise Refused("an EMA takes a module, or a list of (name, parameter)") from error
         self.low_part = low_part or {}.get  # None of each
         self.step = 0
         keys = [(p.dtype, p.device, getattr(self.low_part(p), "dtype", None)) for p in self.params]

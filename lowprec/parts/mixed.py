@@ -57,6 +57,8 @@ def explain(error: Exception, view: Any, arguments: dict) -> None:
         return
     place = _Place(error, view.net)
     if what == "fp32 met bf16":
+        if all(p.dtype == torch.float32 for p in view.net.parameters()):
+            raise Refused(CAST_SINCE) from error
         hints = _hints(place, view, arguments)
     else:
         hints = _fp32_module(place)

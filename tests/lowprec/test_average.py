@@ -17,6 +17,7 @@ def test_average_of_moving_weights_and_of_every_bucket(monkeypatch):
     shapes = [(5,), (300,), (7, 3), (2, 60), (1,)]
     named = [(f"layer{i}", nn.Parameter(draw(*s, seed=i))) for i, s in enumerate(shapes)]
     ema = EMA(named, 0.9, compiled=False)
+    assert list(EMA(nn.Linear(2, 2), 0.9).shadow) == ["weight", "bias"]
     assert list(ema.shadow) == [n for n, _ in named], "in the order of the parameters"
     wanted = {n: p.detach().double() for n, p in named}
     for step in range(5):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from common import refused
 from torch import nn
 
+from lowprec.optimizers.average import EMA
 from lowprec.parts.micro_batches import MicroBatches
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
@@ -70,6 +71,18 @@ def backward(of):
     run.backward(of(run(X).square()))
 
 
+def cast_since():
+    run = started()
+    run.model.float()
+    run(X)
+
+
+def bare_backward():
+    run = started(accumulate=2)
+    F.mse_loss(run(X), X).backward()
+    run.step()
+
+
 SGD = torch.optim.SGD(nn.Linear(1, 1).parameters())
 MISTAKES = {
     "a dict": (lambda: Precision(mlp(), LOW), ["this is a dict", "recipe("]),
@@ -90,6 +103,9 @@ MISTAKES = {
     "a loss of each example": (lambda: backward(lambda loss: loss.mean(1)), ["one number", "float32 [8]"]),
     "a detached loss": (lambda: backward(lambda loss: loss.mean().detach()), ["float32 []", "requires_grad"]),
     "losses by name": (lambda: backward(lambda loss: {"loss": loss.mean()}), ["this is a dict"]),
+    "a net that was cast": (cast_since, ["cast after Precision was made", "assign=True"]),
+    "a loss's own backward": (bare_backward, ["accumulate=2", "call run.backward(loss)"]),
+    "parameters without names": (lambda: EMA(mlp().parameters(), 0.9), ["list of (name, parameter)"]),
     "a run for a model": (lambda: Precision(started()), ["this is a Precision"]),
 }
 
