@@ -317,7 +317,9 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
-    (tmp_path / "unet.json").write_text(json.dumps(UNET))
+    (tmp_path / "unet").mkdir()
+    for unet in ("unet.json", "unet/config.json"):
+        (tmp_path / unet).write_text(json.dumps(UNET))
     others = {"vit": VIT, "whisper": WHISPER}
     for name, config in (others | FORGED).items():
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
@@ -379,7 +381,7 @@ def ask(capsys, words):
         ("--net mine.py:build --image_size 8 --plot bytes.png", "224 trained parameters"),
         ("--net mine.py:with_loss", "20 trained parameters"),
         ("--config llama.json --seq 16", "LlamaForCausalLM, 16 tokens"),
-        ("--config unet.json", "UNet2DModel"),
+        ("--config unet", "UNet2DModel"),
         ("--config vit.json", "ViTForImageClassification, images of 16 x 16"),
         ("--config whisper.json", "WhisperForConditionalGeneration: "),
         ("--params 1e6 --gpus 4 --from finetune", "on 4 x a GPU"),
