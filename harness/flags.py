@@ -251,7 +251,8 @@ def near_name(name, known):
 
 class FlagParser(OneLineParser):
     """The parser of a FlagTable. --help shows what most runs need; --help GROUP that group, --help all all.
-    often, own: names of the flags that --help alone shows, those that most runs need and the task's own.
+    often, own: names of the flags that --help alone shows, those that most runs need and, behind --task, the
+    task's own.
     """
 
     def __init__(self, often, own, **options):
@@ -314,10 +315,12 @@ class FlagParser(OneLineParser):
 
 
 class ShowHelp(argparse.Action):
-    """--help, --help GROUP or --help all."""
+    """--help, --help GROUP or --help all. `task` is in the namespace where it was typed."""
 
     def __call__(self, parser, namespace, topic, option_string=None):
         parser.topic = topic
+        if "task" not in namespace:
+            del parser.brief["this task's own"]
         parser.print_help()
         parser.exit()
 
@@ -402,7 +405,8 @@ class FlagTable:
             [name for name in self.own if name not in often],
             prog=prog,
             description=description,
-            epilog=f"all flags: --help all; those of one group: --help {', '.join(FLAG_GROUPS)}",
+            epilog="all flags: --help all; those of a task: --task TASK --help; those of one group: --help "
+            + ", ".join(FLAG_GROUPS),
             formatter_class=_wide,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,  # a new flag would change what an abbreviation means

@@ -153,7 +153,7 @@ def late_scores(share):
     """What is said beside scores of an average that holds this share of the initial weights."""
     return (
         f"\nema is no result of the training: that average still holds {share:.0%} of the initial weights.\n"
-        "raw are the last weights. --ema_warmup lets the average of another run arrive"
+        "raw are the last weights. In a new run --ema_warmup lets the average follow them sooner"
     )
 
 

@@ -132,6 +132,7 @@ def test_help_names_what_most_runs_need_and_the_tasks_own_flags_and_in_full_ever
     verbs = "config ledger dry_run check list advise trial diagnose sample".split()
     assert whole == {*strategies.flag_table(task).defaults(), *verbs}
     assert "kahan" in named("precision") and "steps" not in named("precision")
+    assert command("--help") == 0 and len(capsys.readouterr().out.splitlines()) < 80
     assert command("--help", "nonsense") == 2 and "choose from" in one_line(capsys)
 
 
