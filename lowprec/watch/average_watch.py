@@ -144,7 +144,7 @@ class AverageWrites:
 
         held: (numbers of tensors, what the optimiser holds of them, flat), where that is known already.
         """
-        index, before = self.remembered
+        index, before = self.remembered or ([], [])  # none of a step that a loss scaler skips
         self.forget()
         if not index:
             return

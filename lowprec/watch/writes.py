@@ -130,7 +130,7 @@ class Look:
         self.update = torch.cat(optimizer.wanted_together(self.params, gradients, pick, self.held))
         self.m = self._first_moments()
         self.codes = self.momentum_in_codes()
-        self.v = self.new_v = self.aim = None
+        self.v = self.new_v = self.aim = self.new = None
         if moments:
             self._aim(gradients)
 
@@ -229,7 +229,7 @@ class Writes:
     def after(self):
         """Compare it with what the optimiser wrote."""
         look = self.look
-        if look is None:
+        if look is None or look.new is not None:  # of an earlier step, where a loss scaler skips this one
             return
         look.after()
         at = dict(index=look.index, lengths=look.lengths)

@@ -9,7 +9,9 @@ from lowprec.optimizers.average import EMA
 from lowprec.optimizers.rounded import AdamW
 from lowprec.rounding import stochastic_round
 from lowprec.telemetry import StepReport, sample_entries
-from lowprec.watch.writes import Tally
+from lowprec.watch.average_watch import AverageWrites
+from lowprec.watch.averages import Average
+from lowprec.watch.writes import Tally, Writes
 
 # ---- Samples -----------------------------------------------------------------------------------------------
 
@@ -151,3 +153,22 @@ def test_the_tally_forgives_noise_and_not_loss():
     assert tallies["nearest"].lost > 0.95 and 0.2 < tallies["half"].lost < 0.5
     assert tallies["exact"].lost == tallies["stochastic"].lost == 0.0
     assert all(t.stuck == 1.0 for t in tallies.values())
+
+
+def test_a_step_that_a_loss_scaler_skips_is_compared_with_nothing():
+    net = torch.nn.Linear(8, 8)
+    named = list(net.named_parameters())
+    optimizer, average = AdamW(net.parameters(), lr=1e-3), EMA(named, decay=0.9)
+    writes = Writes(optimizer, named)
+    averaged = AverageWrites(Average.of(average, net), optimizer, named)
+    for look in (writes, averaged):
+        optimizer.register_step_pre_hook(look.before)
+    net(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    average.update()
+    counts = []
+    for _ in range(2):
+        writes.after()
+        averaged.after()
+        counts.append((writes.weights.entries, averaged.path.entries))
+    assert counts == [(72, 72)] * 2
