@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -36,6 +37,25 @@ def eager(request, monkeypatch):
 
 def uncompiled(kernel):
     return kernel, contextlib.nullcontext
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    """A context in which torch makes floating tensors in this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def alone():
+    """A process group of one. A file takes it by `alone = common.alone`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 # ---- Numbers -----------------------------------------------------------------------------------------------

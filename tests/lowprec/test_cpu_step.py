@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from common import draw, uncompiled
+from common import default_dtype, draw, uncompiled
 from step_cases import AVERAGES, CASES, DTYPES, LOWS, N, differing, flat, step
 
 from lowprec import kernels
@@ -216,28 +216,18 @@ def test_fp32_weights_are_written_with_the_bits_of_the_torch_code(kinds):
     assert differing(ours, trained({**kinds, "compiled": False}, dtype=torch.float32)) == 0
 
 
-EXACT = pytest.mark.parametrize(
-    ("kinds", "dtype"), [({}, torch.float32), (KINDS["exact"], torch.bfloat16)], ids=("fp32", "split")
-)
-
-
 @needs_kernel
-@EXACT
-def test_a_root_by_a_call_of_mkl_has_the_same_bits(kinds, dtype, monkeypatch):
+@pytest.mark.parametrize("is_mkls", [True, False], ids=["of MKL", "of no known kind"])
+@pytest.mark.parametrize("kinds, dtype", [({}, torch.float32), (KINDS["exact"], torch.bfloat16)], ids=str)
+def test_a_root_that_is_called_or_left_to_torch_has_the_same_bits(
+    kinds, dtype, is_mkls, monkeypatch, not_compiled
+):
     """As on a CPU whose root has none of the known formulas."""
     address = cpu_step._root_of_mkl()
-    if address is None:
+    if is_mkls and address is None:
         pytest.skip("this torch has no MKL")
     wanted = trained({**kinds, "compiled": False}, dtype=dtype)
-    monkeypatch.setattr(cpu_step, "torch_root", lambda: (cpu_step.ROOT_CALLED, address))
-    assert differing(trained(kinds, dtype=dtype), wanted) == 0
-
-
-@needs_kernel
-@EXACT
-def test_a_root_of_no_known_kind_leaves_the_step_to_torch(kinds, dtype, monkeypatch, not_compiled):
-    wanted = trained({**kinds, "compiled": False}, dtype=dtype)
-    monkeypatch.setattr(cpu_step, "torch_root", lambda: None)
+    monkeypatch.setattr(cpu_step, "torch_root", lambda: (cpu_step.ROOT_CALLED, address) if is_mkls else None)
     assert differing(trained(kinds, dtype=dtype), wanted) == 0
 
 
@@ -395,14 +385,10 @@ def test_a_table_with_three_ends_within_a_power_of_two_has_no_chart():
 @needs_kernel
 def test_what_torch_makes_by_default_does_not_matter(afresh):
     cpu_step.chart_of.cache_clear()
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device("meta"):
-            own = cpu_step.chart_of(FORMATS["int8"].line(True, CPU))
-    finally:
-        torch.set_default_dtype(before)
-    wanted = cpu_step.chart(FORMATS["int8"].line(True, CPU)).view(torch.uint8)
+    line = FORMATS["int8"].line(True, CPU)
+    with default_dtype(torch.bfloat16), torch.device("meta"):
+        own = cpu_step.chart_of(line)
+    wanted = cpu_step.chart(line).view(torch.uint8)
     assert bytes(own) == bytes(wanted.tolist())
 
 

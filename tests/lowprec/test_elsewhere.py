@@ -13,7 +13,7 @@ from torch import nn
 import lowprec
 from lowprec.optimizers.rounded import AdamW
 
-eager = common.eager
+eager, alone = common.eager, common.alone
 PAGE = Path(lowprec.__file__).parents[1] / "docs" / "recipes-elsewhere.md"
 BF16 = torch.bfloat16
 
@@ -219,17 +219,6 @@ def test_a_trainer_that_feeds_fp32_and_steps_by_itself():
         optimizer.zero_grad()
     assert loss.dtype == torch.float32 and module.state_dict().keys() == net.state_dict().keys()
     assert_protected(net, optimizer)
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """A group of one process."""
-    import torch.distributed as dist
-
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_fsdp2(alone):

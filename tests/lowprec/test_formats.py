@@ -282,17 +282,10 @@ def nearest_of(table, x, scales, block):
     return table[places] * scales
 
 
-@pytest.fixture
-def default_dtype(request):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(request.param)
-    yield
-    torch.set_default_dtype(before)
-
-
-@pytest.mark.parametrize("default_dtype", [torch.bfloat16, torch.float64], indirect=True)
+@signs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["int4", "log4"])
-def test_tables_are_fp32_whatever_the_default_dtype(default_dtype, name):
-    made = type(coder(name))()  # one that has no table yet
-    for signed in (True, False):
+def test_tables_are_fp32_whatever_the_default_dtype(name, dtype, signed):
+    with common.default_dtype(dtype):
+        made = type(coder(name))()  # one that has no table yet
         assert made.table(signed, torch.device("cpu")).dtype == torch.float32

@@ -14,6 +14,7 @@ from common import (
     BF16,
     SHAPES,
     correlation,
+    default_dtype,
     draw,
     gradients,
     held,
@@ -293,12 +294,8 @@ def test_torchs_default_dtype_changes_nothing(options, dtype, monkeypatch):
             optimizer.step()
         return optimizer.state_dict()["state"][0] | {"p": p.detach()}
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         found = after()
-    finally:
-        torch.set_default_dtype(before)
     assert same_state(found, after())
 
 

@@ -9,7 +9,6 @@ import warnings
 import common
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from common import (
     BF16,
@@ -34,7 +33,7 @@ from lowprec.parts.loss_scale import LossScale
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import DTYPE_OF_NAME
 
-eager = common.eager
+eager, alone = common.eager, common.alone
 
 # ---- The loop in the header of precision.py ----------------------------------------------------------------
 
@@ -461,14 +460,6 @@ def test_an_unknown_keyword_is_an_error():
     with pytest.raises(TypeError, match="'learning_rate'"):
         Precision(net(), recipe(), learning_rate=1.0)
     assert Precision(net(), recipe(), sparse24_decay=None).recipe == recipe()
-
-
-@pytest.fixture
-def alone():
-    """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_wrapped_net_is_refused_and_wrapping_the_cast_one_is_not(alone):
