@@ -4,10 +4,8 @@ writing.
 
 import copy
 import functools
-import hashlib
 import json
 import math
-from contextlib import nullcontext
 from pathlib import Path
 
 import cli
@@ -20,7 +18,6 @@ import train
 import trainer
 from harness.batches import BatchIndices
 from lowprec import compare, precision, rounding
-from lowprec.kernels import compiled
 from lowprec.rounding import Stream
 from lowprec.watch import fault, verdicts
 from lowprec.watch.faults import runs
@@ -29,14 +26,7 @@ from tasks import diffusion
 BRIEF = "--batch_size 8 --warmup 0".split()
 QUICK = [*BRIEF, "--sample_steps", "5"]  # of a task that draws images
 STEPS = 20
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    cli.shorten(monkeypatch.setattr)
-    # building fused kernels takes longer than these runs
-    monkeypatch.setattr(compiled, "_compiled", lambda kernel: (kernel, nullcontext))
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
 
 @functools.cache
@@ -538,18 +528,12 @@ def test_what_the_doctor_draws_is_no_stream_of_the_training():
 
 
 def test_the_command_reads_only_and_tells_by_its_status(capsys):
-    quick = [*QUICK, "--samples", "20", "--sample_every", "0", "--log_every", "2", "--name", "run"]
-    assert train.main([*quick, "--steps", "4", "--set", "ema=bf16", "--set", "sampler=bf16"]) == 0
-
-    def content():
-        files = [path for path in Path("runs").rglob("*") if path.is_file()]
-        return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-    before = content()
+    assert cli.quick("--sample_steps", 5, "--set", "ema=bf16", "--set", "sampler=bf16") == 0
+    before = cli.content("runs")
     capsys.readouterr()
     assert train.main(["--diagnose", "runs/run/checkpoint.pt"]) == 1
     out = capsys.readouterr().out
-    assert content() == before and {p.name for p in Path().iterdir()} == {"runs"}
+    assert cli.content("runs") == before and {p.name for p in Path().iterdir()} == {"runs"}
     assert "sampler" in out and "--set sampler=fp32" in out
     assert max(map(len, out.splitlines())) <= verdicts.LINE_WIDTH
     saved(trained())

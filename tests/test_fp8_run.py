@@ -25,13 +25,7 @@ BF16 = torch.bfloat16
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 needs_hopper = pytest.mark.skipif(not hopper, reason="needs compute capability 8.9")
 eager = common.eager
-QUICK = "--model dit --batch_size 8 --samples 20 --sample_steps 2 --log_every 2 --sample_every 0 --warmup 0"
-QUICK = [*QUICK.split(), "--name", "run"]
-
-
-@pytest.fixture(autouse=True)
-def short_runs(monkeypatch):
-    cli.shorten(monkeypatch.setattr)
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
 
 # ---- Recipes and runs --------------------------------------------------------------------------------------
@@ -153,37 +147,33 @@ def test_the_noise_of_gradients_is_measured_on_one_copy_at_a_time(monkeypatch):
 # ---- Commands ----------------------------------------------------------------------------------------------
 
 
-def test_drawing_from_a_finished_run_in_8_bits(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert train.main([*QUICK, "--steps", "2"]) == 0
-    assert "gradient_snr" not in json.loads(Path("runs/run/summary.json").read_text())
+def test_drawing_from_a_finished_run_in_8_bits(capsys):
+    assert cli.quick("--model", "dit", steps=2) == 0
+    assert "gradient_snr" not in cli.summary()
     scores = {}
     for kind in ("int8", "fp8"):
         capsys.readouterr()
-        assert train.main(["--sample", "runs/run", "--set", f"generation={kind}", "--name", kind]) == 0
+        assert cli.command("--sample", "runs/run", "--set", f"generation={kind}", "--name", kind) == 0
         drawn = json.loads(Path(f"runs/run/samples/{kind}.json").read_text())
         scores[kind] = drawn["scores"]["ema"]["sliced_wasserstein"]
         said = capsys.readouterr().out
         assert "20 of 25 linear layers" in said and 0.9 < drawn["ledger"]["flops_share"]["generation"] < 1
         assert drawn["ledger"]["generation"]["format"] == {"int8": "int8", "fp8": "hybrid"}[kind]
     assert max(scores.values()) < 1.05 * min(scores.values())
-    assert train.main(["--sample", "runs/run", "--set", "generation=int8", "--sparse24", "magnitude"]) == 2
+    assert cli.command("--sample", "runs/run", "--set", "generation=int8", "--sparse24", "magnitude") == 2
 
 
-def test_the_summary_tells_the_noise_of_fp8_gradients(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags = "--fp8 --fp8_recipe delayed --pure_bf16 --stochastic --set islands=embed"
-    rest = "--steps 12 --lr 1e-2 --samples 2 --sample_steps 1"
-    assert train.main([*QUICK, *flags.split(), *rest.split()]) == 0
-    rows = [json.loads(line) for line in Path("runs/run/metrics.jsonl").read_text().splitlines()]
+def test_the_summary_tells_the_noise_of_fp8_gradients():
+    flags = "--model dit --fp8 --fp8_recipe delayed --pure_bf16 --stochastic --set islands=embed"
+    rest = "--lr 1e-2 --samples 2 --sample_steps 1"
+    assert cli.quick(*flags.split(), *rest.split(), steps=12) == 0
     kinds = [f"fp8_{what}_{name}" for what in ("underflow", "saturated") for name in fp8_product.FP8_OPERANDS]
-    assert all(0 <= row[share] < 0.5 for row in rows for share in kinds)
+    assert all(0 <= row[share] < 0.5 for row in cli.metrics() for share in kinds)
     told = json.loads(Path("runs/run/ledger.json").read_text())["fp8"]
     assert len(told["layers"]) == 20 and told["recipe"] == "delayed" and told["flops_share"] > 0.9
-    found = json.loads(Path("runs/run/summary.json").read_text())["gradient_snr"]
+    found = cli.summary()["gradient_snr"]
     assert 15 < found["fp8"] < found["bf16"] - 7 < 50
-    flags = json.loads(Path("runs/run/config.json").read_text())["flags"]
-    trainer = Trainer(strategies.settle(flags))
+    trainer = Trainer(strategies.settle(cli.checkpoint()["config"]))
     trainer.load_state_dict(read_checkpoint("runs/run"))
     trainer.train, model = trainer.data.train, trainer.precision.model
     state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -272,23 +272,20 @@ def test_layouts_of_other_kinds_are_not_taken_for_classes(parts, use, tmp_path):
     refused(f"--data folder:{tmp_path / use}", spec=f"folder:{tmp_path}")
 
 
-@pytest.mark.parametrize("damage", ["empty", "flipped", "short"])
-def test_damaged_png_is_named_at_load(damage, tmp_path):
-    save(tmp_path / "good.png", grey(0))
-    bad = save(tmp_path / "bad.png", np.random.RandomState(0).randint(0, 255, (30, 30), np.uint8))
-    content = bytearray(bad.read_bytes())
-    content[200] ^= 255
-    damaged = {"empty": b"", "flipped": bytes(content), "short": content[:300]}
-    bad.write_bytes(damaged[damage])
-    refused("cannot read", bad, "replace or remove", spec=f"folder:{tmp_path}")
+DAMAGED = {
+    "empty": ("png", lambda content: b""),
+    "flipped": ("png", lambda content: content[:200] + bytes([content[200] ^ 255]) + content[201:]),
+    # the header is whole, the pixels are not
+    **{f"short {suffix}": (suffix, lambda content: content[:1500]) for suffix in ("png", "jpg", "tif")},
+}
 
 
-@pytest.mark.parametrize("suffix", ["jpg", "tif"])
-def test_a_file_cut_short_is_named_at_load(suffix, tmp_path):
+@pytest.mark.parametrize("suffix, damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_named_at_load(suffix, damage, tmp_path):
     noise = np.random.RandomState(0).randint(0, 255, (64, 64, 3), np.uint8)
     save(tmp_path / "good.png", noise)
     bad = save(tmp_path / f"bad.{suffix}", noise)
-    bad.write_bytes(bad.read_bytes()[:1500])  # the header is whole, the pixels are not
+    bad.write_bytes(damage(bad.read_bytes()))
     refused("cannot read", bad, "replace or remove", spec=f"folder:{tmp_path}")
 
 
