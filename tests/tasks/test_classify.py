@@ -259,7 +259,6 @@ def test_bad_input_ends_with_one_line_and_nothing_left(capsys, monkeypatch):
         ("--model resnet18 --size tiny", "for resnet18; it has one"),
         ("--model vit --image_size 29", "image size 29", "--image_size"),
         ("--model resnet18 --batch_size 1", "--batch_size 2 or more"),
-        ("--image_size 4", "'4' is not a whole number from 8"),
         ("--pure_bf16 --set islands=norm --set buffers=bf16", "one kernel takes both", "drop one"),
     ]:
         assert quick(*flags.split()) == 2, flags
