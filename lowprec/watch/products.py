@@ -42,15 +42,9 @@ class Loss:
         return min(self.snr.values())
 
     def __str__(self) -> str:
-        ratios = ", ".join(f"{name} {db:.0f} dB" for name, db in self.snr.items())
-        lost, clipped = [], []
-        for name, share in self.underflow.items():
-            if share >= 0.005:
-                lost.append(f"{share:.0%} of {name}")
-        for name, share in self.saturated.items():
-            if share >= 0.0005:
-                clipped.append(f"{share:.1%} of {name}")
-        text = ratios
+        text = ", ".join(f"{name} {db:.0f} dB" for name, db in self.snr.items())
+        lost = [f"{share:.0%} of {name}" for name, share in self.underflow.items() if share >= 0.005]
+        clipped = [f"{share:.1%} of {name}" for name, share in self.saturated.items() if share >= 0.0005]
         if lost:
             text += f"; becomes zero: {', '.join(lost)}"
         if clipped:
@@ -116,10 +110,7 @@ class Products:
 
     def __getitem__(self, kind: str) -> dict[str, Loss]:
         """{layer: Loss} of a format."""
-        found = {}
-        for name, (losses, noise) in self.totals[kind].items():
-            found[name] = _loss_of_layer(losses, noise)
-        return found
+        return {name: _loss_of_layer(*sums) for name, sums in self.totals[kind].items()}
 
     def __str__(self) -> str:
         lines = []
@@ -128,10 +119,9 @@ class Products:
             lines.append(f"in {kind} ({form.why}), of {len(worst)} nn.Linear layers:")
             for name, loss in worst[:LAYERS_SHOWN]:
                 lines.append(f"  {name}: {loss}")
-            if len(worst) > LAYERS_SHOWN:
-                lines.append(
-                    f"  and {len(worst) - LAYERS_SHOWN} more, from {worst[LAYERS_SHOWN][1].worst:.0f} dB on"
-                )
+            rest = worst[LAYERS_SHOWN:]
+            if rest:
+                lines.append(f"  and {len(rest)} more, from {rest[0][1].worst:.0f} dB on")
         return "\n".join(lines)
 
 
@@ -149,8 +139,5 @@ def _loss_of_layer(losses, noise):
         underflow[operand] = zeroed / max(1, nonzero)
         saturated[operand] = clipped / max(1, everything)
     for product, (signal, off) in zip(PRODUCT_NAMES, noise.tolist(), strict=True):
-        if signal and off:
-            snr[product] = 10 * math.log10(signal / off)
-        else:
-            snr[product] = math.inf
+        snr[product] = 10 * math.log10(signal / off) if signal and off else math.inf
     return Loss(underflow, saturated, snr)

@@ -197,20 +197,15 @@ class Diagnosis:
         rows = rows_of(self.findings)
         if not rows:
             return []
-        table = [["tensor", "site", "severity"]]
-        texts = ["finding"]
-        for row in rows:
-            table.append([row.worst.tensor, row.worst.site, row.worst.severity])
-            texts.append(row.text)
+        columns = ["tensor", "site", "severity"]
         if not any(f.tensor for f in self.findings):
-            for row in table:
-                del row[0]
+            del columns[0]
+        table = [columns, *([getattr(row.worst, name) for name in columns] for row in rows)]
+        texts = ["finding", *(row.text for row in rows)]
         widths = [max(map(len, column)) + 2 for column in zip(*table, strict=True)]
         indent = " " * min(sum(widths), LINE_WIDTH // 2)
         lines = []
         for row, text in zip(table, texts, strict=True):
-            line = ""
-            for cell, width in zip(row, widths, strict=True):
-                line += f"{cell:<{width}}"
-            lines += textwrap.wrap(line + text, LINE_WIDTH, subsequent_indent=indent)
+            cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+            lines += textwrap.wrap("".join([*cells, text]), LINE_WIDTH, subsequent_indent=indent)
         return lines

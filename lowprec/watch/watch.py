@@ -389,7 +389,6 @@ class Watch:
 
     def _followed(self):
         """What was done since the step: whether weights were put back, and what the average took over."""
-        self.follow = False
         look, held = self.writes.look, None
         if look is not None:
             now = torch.cat([self.answers.held(p, self.pick) for p in look.params])

@@ -62,11 +62,9 @@ class Errors(Sums):
         if not chosen:
             return
         index = [index[k] for k in chosen]
-        lengths, narrow, eps = [], [], []
-        for k in chosen:
-            lengths.append(old[k].numel())
-            narrow.append(dtypes[k])
-            eps.append(torch.finfo(dtypes[k]).eps)
+        lengths = [old[k].numel() for k in chosen]
+        narrow = [dtypes[k] for k in chosen]
+        eps = [torch.finfo(dtype).eps for dtype in narrow]
         before = _joined_parts(old, chosen)
         aim = _joined_parts(target, chosen)
         after = _joined_parts(new, chosen)
@@ -108,16 +106,13 @@ class Errors(Sums):
         self.past = [*self.past[-1:], (index, score, variance)]
 
     def _again(self, index, score, variance):
-        product = torch.zeros_like(score)
-        product_variance = torch.zeros_like(score)
-        product_size = torch.zeros_like(score)
-        for then, past_score, past_variance in self.past:
-            if then == index:
-                both = variance * past_variance
-                product = product + score * past_score
-                product_variance = product_variance + both
-                product_size = product_size + both.sqrt()
-        return {"again": product, "again_variance": product_variance, "again_size": product_size}
+        """Rows of the products with the errors of the last two looks; {} where they saw other tensors."""
+        alike = [(past, spread) for then, past, spread in self.past if then == index]
+        if not alike:
+            return {}
+        both = [variance * spread for _, spread in alike]
+        product = sum(score * past for past, _ in alike)
+        return {"again": product, "again_variance": sum(both), "again_size": sum(map(torch.sqrt, both))}
 
     def _compare(self, index, scores, variances):
         """Products of the errors of tensors that are alike in size, and so are sampled at the same places."""
