@@ -107,9 +107,9 @@ def advice_lines(c, recipe, device, first_look, params):
     if recipe.fp8 and device.type == "cuda" and not c.compile:
         slow = "each cast is kernels of its own, which can be slower than --bf16"
         found.append(f"--fp8 without --compile: {slow}")
-    if c.lr_schedule != "constant" and c.warmup >= c.steps:
+    if c.warmup >= c.steps:
         late = f"--warmup {c.warmup} does not end before --steps {c.steps}"
-        found.append(f"--lr_schedule {c.lr_schedule} never begins: {late}")
+        found.append(f"--lr {c.lr:g} is never reached: {late}")
     if first_look > c.steps:
         flag = "--early_stop" if c.early_stop else "--validate_every"
         late = f"the first look is after {first_look:,} steps, and --steps is {c.steps:,}"

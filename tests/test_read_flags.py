@@ -21,7 +21,7 @@ in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--steps 50 --lr_schedule cosine", "--lr_schedule cosine never begins: --warmup 100 does not end"),
+        ("--steps 50", "--lr 0.001 is never reached: --warmup 100 does not end before --steps 50"),
         ("--steps 101 --lr_schedule cosine", ""),
         ("--label_dropout 0.5", ""),
         ("--condition masks --label_dropout 0.5", "--label_dropout 0.5 changes nothing: the net is given no"),
@@ -40,7 +40,7 @@ in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 def test_flags_that_change_nothing_are_said_to(flags, said, capsys):
     assert command("--dry_run", "--ema_warmup", *flags.split()) == 0
     lines = capsys.readouterr().out.splitlines()
-    idle = ("never begins", "change nothing", "changes nothing")
+    idle = ("never reached", "change nothing", "changes nothing")
     warned = [line for line in lines if any(words in line for words in idle)]
     assert warned == [] if not said else said in warned[0]
 
