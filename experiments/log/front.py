@@ -1,8 +1,8 @@
 """EXPERIMENTS.md, which is made whole from experiments/front.md, and experiments/missed.md.
 
 {011/stochastic.held_out} there is a figure of an arm (evidence.py), {all: text: stochastic.median} one of a
-recipe over a group of nets (overview.py). {{figure}}, {{table}}, {{index}}, {{missed}} and {{links}} are the
-figure, the table of groups, the list of experiments, how many predictions were missed, and where [011] leads.
+recipe over a group of nets (overview.py). {{figure}}, {{table}}, {{index}} and {{missed}} are the figure, the
+table of groups, the list of experiments, and how many predictions were missed. [011] becomes a link.
 """
 
 import re
@@ -16,7 +16,7 @@ FRONT_SOURCE = "front.md"
 MISSED_PAGE = "missed.md"
 SETTINGS_PAGE = "settings.md"
 FIGURE = "sizes.png"
-EMPTY_FRONT = "# Experiments\n\n{{figure}}\n\n{{table}}\n\n{{index}}\n\n{{missed}}\n\n{{links}}\n"
+EMPTY_FRONT = "# Experiments\n\n{{figure}}\n\n{{table}}\n\n{{index}}\n\n{{missed}}\n"
 FRONT_HEAD = "<!-- made by python experiments/report.py from experiments/front.md -->\n"
 HEAD_OF_MISSED = (
     "<!-- made by python experiments/report.py from the keys `missed` of experiments -->\n"
@@ -35,7 +35,6 @@ def front_page(experiments, known, settings, root):
         "table": overview.groups_table(settings),
         "index": index(experiments, known),
         "missed": missed_told(experiments, root.name),
-        "links": links_told(experiments, known, root.name),
     }
     for name, part in parts.items():
         text = text.replace("{{" + name + "}}", part)
@@ -44,7 +43,7 @@ def front_page(experiments, known, settings, root):
         text = filled_text(text, Evidence(experiments, known))
     except Refused as error:
         raise Refused(f"{FRONT_SOURCE}: {error}") from None
-    return FRONT_HEAD + text
+    return FRONT_HEAD + linked(text, experiments, root.name)
 
 
 QUESTIONS = {  # the `about` of an experiment: under which question the index has it
@@ -90,7 +89,7 @@ def missed_told(experiments, root_name):
     count = sum(len(e.missed) for e in experiments)
     by = sum(bool(e.missed) for e in experiments)
     page = f"{root_name}/{MISSED_PAGE}"
-    return f"[{count} in {by} of the experiments]({page}), a line each."
+    return f"[{count} in {by} of the experiments]({page})"
 
 
 def missed_page(experiments):
@@ -102,10 +101,13 @@ def missed_page(experiments):
     return "\n".join(lines) + "\n"
 
 
-def links_told(experiments, known, root_name):
-    """Where the numbers of experiments that have begun lead: a folder shows its README.md."""
-    lines = []
+def linked(text, experiments, root_name):
+    """A text whose [011] lead to folders: where it stands if it is there once, else by a line at the end."""
+    ends = []
     for e in experiments:
-        if has_begun(e, known):
-            lines.append(f"[{e.number}]: {root_name}/{e.folder.name}")
-    return "\n".join(lines)
+        mark, folder = f"[{e.number}]", f"{root_name}/{e.folder.name}"
+        if text.count(mark) == 1:
+            text = text.replace(mark, f"{mark}({folder})")
+        elif mark in text:
+            ends.append(f"{mark}: {folder}")
+    return "\n".join([text, *ends]) + "\n"

@@ -81,8 +81,7 @@ def test_every_number_of_the_table_comes_from_the_results(folder):
     for name, row in shown(folder).items():
         assert row.items() <= rows[name].items() and not {"adds", "seconds"} & set(row)
     text = document.read_text()
-    assert "- [001] Rounding" in text
-    assert "[001]: experiments/001-rounding" in text.splitlines()
+    assert "- [001](experiments/001-rounding) Rounding" in text.splitlines()
     assert "Cost of these records: 6 min on 2 cores" in page(folder)  # 18 runs of 36 s
 
 
