@@ -187,6 +187,7 @@ class Rounds:
     def _check_reference(self, result):
         """Raise Refused where no recipe can be judged by the reference."""
         wrong = ""
+        earlier = self.book.runs.get(self.arms[0].name, {})
         fall = 1 - result.get("loss", 0.0) / result["before"]
         if "diverged" in result:
             wrong = f"is not finite at step {result['diverged']}; lower the rate"
@@ -195,5 +196,7 @@ class Rounds:
         elif fall < LEAST_FALL:
             fell = f"fell by {100 * fall:.2g} %" if fall > 0 else "did not fall"
             wrong = f"{fell}: too short to tell; give more steps or another rate"
+        elif result["loss"] in [one.get("loss") for one in earlier.values()]:
+            wrong = "is the same with two seeds, so pairs tell no spread: let batches(seed) go by the seed"
         if wrong:
             raise Refused(f"no recipe can be judged: the reference's loss {wrong}")

@@ -123,11 +123,12 @@ def test_bad_input_is_one_line(change, flags, said, tmp_path, monkeypatch, capsy
     assert line.startswith("lowprec: ") and said in line
 
 
-def test_no_training_of_a_trial_touches_the_net_that_build_returns():
+def test_one_net_and_one_lot_of_batches_for_all_seeds_are_no_pairs_and_the_net_stays():
     net, batch = nn.Linear(3, 2), torch.ones(4, 3)
     before = net.weight.detach().clone()
-    functions = (lambda: net), (lambda model, x: model(x).square().mean()), lambda seed: [batch] * 2
-    lowprec.trial(*functions, lambda: [batch], recipes=["pure_bf16"], steps=2, budget=0.1, quiet=True)
+    functions = (lambda: net), (lambda model, x: model(x).square().mean()), lambda seed: [batch] * 9
+    options = dict(recipes=["pure_bf16"], steps=9, lr=0.1, quiet=True)
+    common.refused(lambda: lowprec.trial(*functions, lambda: [batch], **options), "same with two seeds")
     assert net.weight.equal(before)
 
 
