@@ -188,9 +188,7 @@ def run_file(file: str, functions: Iterable[str], form: str) -> types.ModuleType
 
 
 def of_config(file: str, seq=None) -> Subject:
-    """A config.json of transformers or diffusers, or the folder that holds it, built on the meta device.
-    Raises Refused.
-    """
+    """A config.json of transformers or diffusers, or its folder, built on the meta device. Raises Refused."""
     path = Path(file)
     text = (path / "config.json" if path.is_dir() else path).read_bytes()
     with in_one_line(f"--config {file}:"):

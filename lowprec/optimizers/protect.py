@@ -232,8 +232,7 @@ def _copy(p, low=None):
 
 def _refuse_bare_step(inner, args, kwargs):
     if any(p.dtype == torch.bfloat16 for p in params_of(inner.param_groups)):  # a copy is fp32
-        name = type(inner).__name__
-        raise Refused(f"step() of the {name} that is protected rounds to nearest: step what protect returned")
+        raise Refused("step() of a protected optimiser rounds to nearest: step what protect returned")
 
 
 # ---- What it can't do --------------------------------------------------------------------------------------
