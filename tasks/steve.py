@@ -201,6 +201,19 @@ class Decoder(nn.Module):
 # ---- The net -----------------------------------------------------------------------------------------------
 
 
+def start_as_published(net):
+    """Weights of linear layers that keep the variance (Xavier), and tables of variance 1. Those of torch keep
+    a third of it, so slots begin by sharing each place evenly.
+    """
+    for layer in net.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        if isinstance(layer, nn.Embedding):
+            nn.init.normal_(layer.weight)
+
+
 class STEVE(nn.Module):
     """forward: clips [B, T, 3, H, W], the slots' noise [B, K, width], and to train bits [B * T, V, H/4, W/4]
     and a temperature -> {"reconstruction" as clips; "nll" [B, T, L] of the tokens; "masks" [B, T, K, h, w];
@@ -242,7 +255,13 @@ class STEVE(nn.Module):
 
 
 def build(
-    size=STEVE_SIZES["tiny"], slots=None, vocabulary=None, image_size=24, recipe=None, token_noise=None
+    size=STEVE_SIZES["tiny"],
+    slots=None,
+    vocabulary=None,
+    image_size=24,
+    recipe=None,
+    token_noise=None,
+    published_start=False,
 ):
     """A STEVE of one of STEVE_SIZES. recipe: a Recipe with the sites of this task; None: fp32 at all of
     them. Raises Refused.
@@ -252,7 +271,10 @@ def build(
     check_image_size(f"steve, with its patches of {PATCH} pixels", image_size, PATCH, 2 * PATCH)
     vocabulary = vocabulary or size.vocabulary
     token_noise = token_noise or size.token_noise
-    return STEVE(size, slots or size.slots, vocabulary, image_size, Numerics(recipe), token_noise)
+    net = STEVE(size, slots or size.slots, vocabulary, image_size, Numerics(recipe), token_noise)
+    if published_start:
+        start_as_published(net)
+    return net
 
 
 # ---- The task ----------------------------------------------------------------------------------------------
@@ -281,6 +303,11 @@ class Steve(Slots):
             "their probabilities (default: 1 for tiny and base, 0.1 for mini)",
             type=positive,
         ),
+        Flag(
+            "published_start",
+            False,
+            "first weights of linear layers and tables as in the published code; torch's are smaller",
+        ),
         Flag("lr_dvae", 1.0, "learning rate of the discrete VAE, times --lr", type=positive),
         Flag("lr_encoder", 0.3333, "learning rate of the slot encoder, times --lr", type=positive),
         Flag("lr_decoder", 1.0, "learning rate of the token decoder, times --lr", type=positive),
@@ -302,10 +329,11 @@ class Steve(Slots):
         return self.config.vocab_size or self.size.vocabulary
 
     def nets(self):
-        noise = self.config.token_noise
+        c = self.config
 
         def make(channels, num_classes, image_size, size):
-            return build(self.size, self.slots, self.vocabulary, image_size, self.recipe, noise)
+            parts = self.size, self.slots, self.vocabulary, image_size, self.recipe
+            return build(*parts, c.token_noise, c.published_start)
 
         return {"steve": make}
 

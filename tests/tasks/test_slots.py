@@ -151,6 +151,14 @@ def test_hard_tokens_follow_the_distribution_and_soft_ones_sharpen(noise, shares
     assert (dvae.sample(z, None, 1.0)[1] == 2).all()
 
 
+@pytest.mark.parametrize("published, kept", [(True, 1.0), (False, 1 / 3)])
+def test_published_first_weights_keep_the_variance_of_what_they_read(published, kept):
+    torch.manual_seed(0)
+    net = steve.build(published_start=published)
+    x = torch.randn(500, 64)
+    assert net.encoder.attend.q(x).var().item() == pytest.approx(kept, rel=0.1)
+
+
 def test_a_token_is_predicted_from_those_before_it_alone():
     torch.manual_seed(0)
     decoder = steve.Decoder(7, 6, 8, 2, 2, slots.Numerics()).eval()
