@@ -16,7 +16,7 @@ class LossScale(Part):
     """Scales the loss up and the gradients down again. skipped: steps whose gradients were not finite."""
 
     def __init__(self, run):
-        self.optimizer = None
+        super().__init__(run)
         self.skipped = 0
         check_number("init_loss_scale", run.options.init_loss_scale)
         self.scaler = torch.amp.GradScaler(
@@ -28,19 +28,18 @@ class LossScale(Part):
         )
         self.still = StandStill(run.model)
 
-    def ready(self, run):
-        self.optimizer = run.optimizer
-
     @property
     def param_groups(self):
         """Of the optimiser, for which the scaler takes this part: it calls `step` unless it skips one."""
-        return self.optimizer.param_groups
+        return self.run.optimizer.param_groups
 
     def loss(self, loss):
         return self.scaler.scale(loss)
 
     def gradients(self, grads):
         if grads:  # the run refuses a step without any
+            if not self.run.backwards:
+                raise Refused("fp16 scales the loss, and loss.backward() does not: call run.backward(loss)")
             self.scaler.unscale_(self)
         return grads
 

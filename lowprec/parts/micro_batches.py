@@ -80,9 +80,8 @@ class MicroBatches(Part):
             p.grad = None
 
     def gradients(self, grads):
-        several = self.run.options.accumulate
-        if grads and several > 1 and not self.run.backwards:
-            raise Refused(f"loss.backward() takes no mean over accumulate={several}: call run.backward(loss)")
+        if grads and self.run.options.accumulate > 1 and not self.run.backwards:
+            raise Refused("loss.backward() takes no mean of micro-batches: call run.backward(loss)")
         if self.keeps_sums:
             if self.run.reduce_sums and self.sums:
                 self.run.reduce_sums(self.sums)

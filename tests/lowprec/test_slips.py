@@ -77,8 +77,7 @@ def cast_since():
     run(X)
 
 
-def bare_backward():
-    run = started(accumulate=2)
+def bare_backward(run):
     F.mse_loss(run(X), X).backward()
     run.step()
 
@@ -104,7 +103,14 @@ MISTAKES = {
     "a detached loss": (lambda: backward(lambda loss: loss.mean().detach()), ["float32 []", "requires_grad"]),
     "losses by name": (lambda: backward(lambda loss: {"loss": loss.mean()}), ["this is a dict"]),
     "a net that was cast": (cast_since, ["cast after Precision was made", "assign=True"]),
-    "a loss's own backward": (bare_backward, ["accumulate=2", "call run.backward(loss)"]),
+    "a loss's own backward": (
+        lambda: bare_backward(started(accumulate=2)),
+        ["mean", "call run.backward(loss)"],
+    ),
+    "a loss that is not scaled": (
+        lambda: bare_backward(Precision(mlp(), recipe(fp16=True))),
+        ["fp16", "call run.backward(loss)"],
+    ),
     "parameters without names": (lambda: EMA(mlp().parameters(), 0.9), ["list of (name, parameter)"]),
     "a run for a model": (lambda: Precision(started()), ["this is a Precision"]),
 }
