@@ -126,17 +126,10 @@ class Joined(Answers, WithoutCompiler):
     @contextmanager
     def reading(self):
         with ExitStack() as stack:
-            others = False
-            for part in self.parts:
-                if stack.enter_context(part.reading()):
-                    others = True
-            yield others
+            yield any([stack.enter_context(part.reading()) for part in self.parts])  # enters each of them
 
     def _groups(self):
-        found = []
-        for part in self.parts:
-            found += part.param_groups
-        return found
+        return [group for part in self.parts for group in part.param_groups]
 
     def __getstate__(self):
         return own_attributes(self)
@@ -168,6 +161,11 @@ class Joined(Answers, WithoutCompiler):
     @property
     def compiled(self):
         return all(part.compiled for part in self.parts)
+
+    @compiled.setter
+    def compiled(self, value):
+        for part in self.parts:
+            part.compiled = value
 
     def low_part(self, p):
         return self.owner[p].low_part(p) if p in self.owner else None

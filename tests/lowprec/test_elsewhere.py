@@ -296,4 +296,4 @@ def test_a_trial_of_a_net_of_another_library(problem, steps):
     found = ask(*rest, recipes=["pure_bf16+stochastic"], steps=steps, within=500.0, lr=1e-2, quiet=True)
     assert [row.recipe for row in found.rows] == ["a last bit moved", "bf16", "pure_bf16+stochastic"]
     assert all(row.low <= row.change <= row.high for row in found.rows)
-    assert not found.book.left_out
+    assert not found.left_out

@@ -159,7 +159,7 @@ def test_what_transformer_engine_is_handed(fake_te):
     r = recipe(fp8=True, fp8_recipe="delayed", fp8_format="e4m3", **history)
     run, plain, x = Precision(net(), r), Precision(net(), recipe(bf16=True)), draw(3, 16)
     assert fake_te.recipes[0].fields == dict(fp8_format="E4M3", **history)
-    assert run.recipe.fp8.backend == "te" and "Transformer Engine" in str(run.ledger())
+    assert "Transformer Engine" in str(run.ledger())
     assert [n for n, _ in run.named_params] == [n for n, _ in plain.named_params]
     assert torch.equal(run(x), plain(x)), "3 rows, padded and cut"
     run.backward(run(x).square().sum())
