@@ -1,7 +1,7 @@
 """STEVE: objects of a video found by predicting its own discrete tokens from slots (arXiv 2205.14065).
 
     python train.py --task steve
-    python train.py --task steve --size mini        its slots begin to find objects (experiment 091)
+    python train.py --task steve --size mini --published_start     slots that find some objects (091)
 
 A discrete VAE turns each 4x4 patch of a frame into one of --vocab_size tokens. A recurrent slot encoder
 (slots.py) reads the frames, and a causal transformer predicts the tokens of a frame one after the other from

@@ -162,7 +162,7 @@ TASK_TEXTS = {  # name of a first command: (the task, what one sees)
     "bdh": ("the same with BDH", "bare parameters, linear attention"),
     "vae": ("autoencoder", "reconstructions below their images, PSNR"),
     "latent": ("latent diffusion", "digits drawn in its latents; also `--task ddpm`, `--model dit`"),
-    "steve": ("objects in video", "reconstructions, and slots as masks; `--size mini` finds some objects"),
+    "steve": ("objects in video", "reconstructions, slots as masks; more by `--size mini --published_start`"),
     "slotcontrast": ("objects in video", "slots that find the objects and follow them"),
     "consistency": ("one to four steps", "digits in two steps, learnt from data alone"),
     "teacher": ("a teacher for the next one", "digits, with `--name teacher`"),
