@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import sys
@@ -17,6 +16,7 @@ from ..errors import Refused, in_one_line
 from ..precision import Precision
 from ..recipes import recipe
 from ..rounding import Stream, stream
+from ..view import copied
 from ..watch.checkpoints import weight_names_of
 
 
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
         net = self.call("build")
         if not isinstance(net, nn.Module):
             raise Refused(f"build() returned a {type(net).__name__}, and a torch.nn.Module is asked for")
-        return copy.deepcopy(net)
+        return copied(net)
 
 
 class Training:

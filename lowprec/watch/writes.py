@@ -162,12 +162,10 @@ class Look:
 
     def momentum_in_codes(self):
         """{k: momentum of tensor k, fp32 [n]}, of those in codes if the step orthogonalises it, as Muon's."""
-        found = {}
-        for k, p in enumerate(self.params):
-            orthogonalises = "orthogonalise" in getattr(self.optimizer, "sites", ())
-            if orthogonalises and self.optimizer.coded(p, "momentum"):
-                found[k] = self.optimizer.moment(p, "momentum", self.pick).float().clone()
-        return found
+        if "orthogonalise" not in getattr(self.optimizer, "sites", ()):
+            return {}
+        coded = {k: p for k, p in enumerate(self.params) if self.optimizer.coded(p, "momentum")}
+        return {k: self.optimizer.moment(p, "momentum", self.pick).float().clone() for k, p in coded.items()}
 
     def read(self, name):
         """(a moment of all tensors, fp32 [n], NaN where there is none; [its dtypes])."""
